@@ -1,0 +1,27 @@
+"""Errors that are the user's to fix: one clear message that names the fix, exit code 2, no traceback."""
+
+import functools
+import sys
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class UserError(Exception):
+    """Bad input (config, data, paths, hardware). The message says what is wrong and what would fix it."""
+
+
+def main_guard(main: Callable[P, R]) -> Callable[P, R]:
+    """Wrap a command-line entry point: `UserError` becomes `error: ...` on stderr and exit code 2."""
+
+    @functools.wraps(main)
+    def guarded(*args: P.args, **kwargs: P.kwargs) -> R:
+        try:
+            return main(*args, **kwargs)
+        except UserError as error:
+            print(f"error: {error}", file=sys.stderr, flush=True)
+            raise SystemExit(2) from None
+
+    return guarded
