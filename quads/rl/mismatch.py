@@ -1,0 +1,44 @@
+"""The rollout-learner log-prob gap of a step: the number that quads exists to keep small (paper Eqs. 2 and 3)."""
+
+import torch
+from torch import Tensor
+
+from quads.rl.loss import k3
+
+
+def mismatch_metrics(learner_logprobs_N: Tensor, rollout_logprobs_N: Tensor, finite_N: Tensor) -> dict[str, float]:
+    """Gap statistics over response tokens, learner and rollout evaluated at the same weights version.
+
+    Args:
+        learner_logprobs_N, rollout_logprobs_N: fp32, log-probs of the sampled tokens.
+        finite_N: bool, the engine's value was finite.
+
+    Returns:
+        metrics: logprob_abs_max / mean / p99 (nats), kl_k3 = estimate of KL(rollout || learner),
+        nonfinite_tokens. Non-finite tokens are counted and left out; without any finite token the rest is NaN.
+    """
+    usable_N = finite_N & torch.isfinite(learner_logprobs_N)
+    nonfinite = int((~usable_N).sum())
+    gap = (learner_logprobs_N - rollout_logprobs_N)[usable_N].double()
+    if gap.numel() == 0:
+        nan = float("nan")
+        return {
+            "mismatch/logprob_abs_max": nan,
+            "mismatch/logprob_abs_mean": nan,
+            "mismatch/logprob_abs_p99": nan,
+            "mismatch/kl_k3": nan,
+            "mismatch/nonfinite_tokens": nonfinite,
+        }
+    return {
+        "mismatch/logprob_abs_max": float(gap.abs().max()),
+        "mismatch/logprob_abs_mean": float(gap.abs().mean()),
+        "mismatch/logprob_abs_p99": percentile(gap.abs(), 0.99),
+        "mismatch/kl_k3": float(k3(gap).mean()),
+        "mismatch/nonfinite_tokens": nonfinite,
+    }
+
+
+def percentile(values: Tensor, fraction: float) -> float:
+    """The smallest value with at least `fraction` of all values at or below it (torch.quantile stops at 2**24)."""
+    rank = min(max(int(-(-fraction * values.numel() // 1)), 1), values.numel())
+    return float(values.kthvalue(rank).values)
