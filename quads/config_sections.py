@@ -1,0 +1,228 @@
+"""The sections of a run's config, one frozen dataclass each: every key with its default, meaning and range.
+
+A section is what a component receives (`Learner(model, cfg.optim, cfg.rl)`), never the root `Config`. Defaults are those of the
+25.5B recipe of the paper (arXiv 2607.15810, section 4.1) where it gives them. Reading and checking live in `quads.config`.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+def key(
+    default: Any,
+    help: str,
+    *,
+    choices: tuple[str, ...] | None = None,
+    low: float | None = None,
+    above: float | None = None,
+    high: float | None = None,
+    length: int | None = None,
+) -> Any:
+    """A config key. `low` and `high` are inclusive, `above` is exclusive; for a list they and `choices` bind each element."""
+    limits = {"choices": choices, "low": low, "above": above, "high": high, "length": length}
+    metadata = {"help": help, **{name: limit for name, limit in limits.items() if limit is not None}}
+    if isinstance(default, dict):
+        return field(default_factory=lambda: dict(default), metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
+@dataclass(frozen=True)
+class ModelSettings:
+    """[model]: which weights and tokenizer, and the compute dtype."""
+
+    path: str = key("", "Hugging Face folder (config.json + safetensors) to start from")
+    arch: str = key("", "name of a built-in architecture to start from random weights instead")
+    tokenizer: str = key("", "folder with tokenizer.json (default: the model folder)")
+    dtype: str = key("bfloat16", "compute dtype; master weights are always float32", choices=("bfloat16", "float32"))
+
+
+@dataclass(frozen=True)
+class QuantSettings:
+    """[quant]: one word, `recipe`, sets both sides; the other keys override it."""
+
+    recipe: str = key("quads", "precision of both sides", choices=("bf16", "fp8", "naive", "qat", "symmetric", "quads"))
+    learner_weights: str = key(
+        "", "weights in the learner's forward (default: the recipe)", choices=("", "bf16", "fp8", "nvfp4")
+    )
+    learner_activations: str = key(
+        "", "activations in the learner's forward (default: the recipe)", choices=("", "bf16", "fp8", "nvfp4")
+    )
+    rollout: str = key(
+        "",
+        "precision of the rollout (default: the recipe)",
+        choices=("", "bf16", "fp8", "w4a16", "w16a4", "w4a4", "w4a4_residual"),
+    )
+    targets: tuple[str, ...] = key(
+        ("experts", "attention"), "layer groups that are quantized", choices=("experts", "attention")
+    )
+    residual_sites: tuple[str, ...] = key(
+        ("w13",), "matrix inputs that get a residual pass", choices=("w13", "w2", "qkv", "o")
+    )
+    residual_ratio: float = key(0.5, "fraction of channels in the residual pass", low=0.0, high=1.0)
+    residual_selection: str = key(
+        "batch",
+        "how residual channels are chosen: one set per forward, whole 16-channel blocks, or one set per token",
+        choices=("batch", "block", "token"),
+    )
+    global_scale: str = key("pow2", "NVFP4 global scale: power of two, or 2688 / amax", choices=("pow2", "amax"))
+    all_gather: str = key("bf16", "what FSDP gathers for quantized weights", choices=("bf16", "packed"))
+
+
+@dataclass(frozen=True)
+class RolloutSettings:
+    """[rollout]: the engine that draws responses."""
+
+    engine: str = key("native", "native (plain PyTorch) or vllm (needs the extra `vllm`)", choices=("native", "vllm"))
+    max_batch: int = key(256, "responses decoded at once (KV cache slots)", low=1)
+    max_prompt_tokens: int = key(3072, "longest prompt; a longer one is an error", low=1)
+    max_new_tokens: int = key(32768, "longest response", low=1)
+    temperature: float = key(1.0, "softmax temperature of training rollouts", above=0.0)
+    kernel: str = key("auto", "kernels of the native engine", choices=("auto", "reference", "triton"))
+    verify_sync: bool = key(False, "compare a checksum of every tensor after each weight sync")
+    cuda_graphs: bool = key(True, "capture decoding in CUDA graphs (GPU only)")
+    gpu_memory_gib: float = key(0.0, "KV cache budget of the vllm engine, per GPU; 0: sized for max_batch", low=0.0)
+
+
+@dataclass(frozen=True)
+class TaskSettings:
+    """[task]: which sources are trained and tested on, and how a prompt is worded."""
+
+    train: tuple[str, ...] = key((), "sources of training prompts: a [sources.NAME] table or configs/sources/NAME.toml")
+    weights: tuple[float, ...] = key((), "share of each training source (default: equal)", above=0.0)
+    eval: tuple[str, ...] = key((), "sources of held-out prompts (default: those of `train`)")
+    prompt_template: str = key("{prompt}", "text around a row's prompt; must contain {prompt}")
+    system: str = key("", "system message; needs chat = true")
+    chat: bool = key(False, "wrap prompts in the tokenizer's chat template")
+
+
+@dataclass(frozen=True)
+class SourceSettings:
+    """[sources.NAME]: where rows come from and how a response to one is scored."""
+
+    kind: str = key("", "where rows come from", choices=("reasoning_gym", "jsonl", "datasets"))
+    dataset: str = key("", "reasoning_gym: dataset name; datasets: Hugging Face id or a local folder")
+    subset: str = key("", "datasets: configuration name")
+    split: str = key("train", "datasets: split that is trained on")
+    eval_split: str = key("", "datasets: split that is tested on (default: rows held out of `split`)")
+    path: str = key("", "jsonl: file of training rows")
+    eval_path: str = key("", "jsonl: file of test rows (default: rows held out of `path`)")
+    eval_rows: int = key(256, "rows held out for the test when no test split or file is given", low=0)
+    size: int = key(0, "reasoning_gym: number of training problems; 0: fresh ones for the whole run", low=0)
+    params: dict[str, Any] = key({}, "reasoning_gym: difficulty settings, passed on by name")
+    prompt_column: str = key("prompt", "column with the prompt: text, or a list of chat messages")
+    answer_column: str = key("answer", "column with the answer; reward code: a list of {input, output}")
+    reward: str = key(
+        "task",
+        "scorer: the dataset's own (reasoning_gym), equal text, math-verify, or stdin/stdout tests",
+        choices=("task", "exact", "math", "code"),
+    )
+    prompt_template: str = key("", "overrides [task] prompt_template for this source")
+
+
+@dataclass(frozen=True)
+class RLSettings:
+    """[rl]: GRPO."""
+
+    prompts_per_step: int = key(256, "prompts in one step", low=1)
+    group_size: int = key(16, "responses to one prompt; at least 2, as a group is its own baseline", low=2)
+    minibatch_prompts: int = key(128, "prompts in one optimizer step; divides prompts_per_step", low=1)
+    epochs: int = key(1, "passes over a step's responses", low=1)
+    microbatch_tokens: int = key(35840, "tokens in one forward; holds at least one longest prompt + response", low=1)
+    advantage: str = key(
+        "group_std",
+        "reward minus the group's mean, over the group's standard deviation or not",
+        choices=("group_std", "group_mean"),
+    )
+    clip_low: float = key(0.2, "ratio clip: 1 - clip_low below", low=0.0, high=1.0)
+    clip_high: float = key(0.27, "ratio clip: 1 + clip_high above", low=0.0)
+    cumulative_ratio_clip: float = key(
+        0.0, "mask a response from where the product of its ratios leaves [1/c, c] (paper: 90); 0: off", low=0.0
+    )
+    loss_average: str = key(
+        "sample",
+        "mean over each response's tokens and then over responses, or over all tokens",
+        choices=("sample", "token"),
+    )
+    old_logprobs: str = key(
+        "rollout",
+        "denominator of the ratio: the engine's log-probs, or the learner's own with truncated importance sampling",
+        choices=("rollout", "learner"),
+    )
+    tis_clip: float = key(2.0, "cap of the importance weight (old_logprobs = learner)", above=0.0)
+    kl_coef: float = key(
+        0.0, "weight of the KL term to the starting model; 0: off, no reference model is kept", low=0.0
+    )
+    truncated: str = key(
+        "wrong", "responses cut at max_new_tokens: reward 0, or left out of the loss", choices=("wrong", "mask")
+    )
+    routing_replay: bool = key(False, "replay the rollout's expert choices in the learner (R3)")
+
+
+@dataclass(frozen=True)
+class OptimSettings:
+    """[optim]: AdamW on float32 master weights."""
+
+    lr: float = key(1e-6, "peak learning rate", low=0.0)
+    betas: tuple[float, ...] = key((0.9, 0.95), "decay rates of the two moments", low=0.0, high=1.0, length=2)
+    eps: float = key(1e-15, "added to the root of the second moment", low=0.0)
+    weight_decay: float = key(0.0, "decoupled weight decay of matrices (never norms)", low=0.0)
+    warmup_steps: int = key(0, "steps of linear warm-up", low=0)
+    schedule: str = key(
+        "constant",
+        "after the warm-up: constant, or falling to 0 at train.steps",
+        choices=("constant", "linear", "cosine"),
+    )
+    max_grad_norm: float = key(1.0, "global gradient norm is clipped to this; 0: off", low=0.0)
+
+
+@dataclass(frozen=True)
+class TrainSettings:
+    """[train]: the run."""
+
+    steps: int = key(260, "steps of rollout and update", low=0)
+    seed: int = key(0, "seed of every random choice", low=0, high=2**31 - 1)
+    out: str = key("", "run folder (default: runs/<name of the config file>)")
+    device: str = key("auto", "auto takes the GPU if there is one", choices=("auto", "cpu", "cuda"))
+
+
+@dataclass(frozen=True)
+class EvalSettings:
+    """[eval]: pass@1 on held-out prompts."""
+
+    every: int = key(10, "evaluate before the first step and after every so many; 0: never", low=0)
+    prompts: int = key(128, "held-out prompts", low=1)
+    samples: int = key(4, "responses to each, averaged", low=1)
+    temperature: float = key(1.0, "softmax temperature of evaluation", above=0.0)
+
+
+@dataclass(frozen=True)
+class CheckpointSettings:
+    """[checkpoint]: save and resume."""
+
+    every: int = key(10, "save after every so many steps; 0: only at the end and on SIGTERM", low=0)
+    keep: int = key(2, "newest complete checkpoints kept; 0: all", low=0)
+    resume: str = key("", "checkpoint folder, or `latest` (the flag alone means latest); empty: start afresh")
+    async_save: bool = key(False, "write in the background while training goes on")
+
+
+@dataclass(frozen=True)
+class LogSettings:
+    """[log]: what a run writes besides metrics.jsonl."""
+
+    samples_every: int = key(10, "write some responses to samples.jsonl every so many steps; 0: never", low=0)
+    samples: int = key(4, "prompts written each time, all their responses with them", low=1)
+    tensorboard: bool = key(True, "write TensorBoard events to <out>/tb")
+    wandb_project: str = key("", "also log to this Weights & Biases project (needs the package wandb)")
+
+
+@dataclass(frozen=True)
+class ParallelSettings:
+    """[parallel]: how the processes of torchrun split the learner."""
+
+    ep: int = key(1, "expert parallel size", low=1)
+    fsdp: int = key(0, "FSDP shards of the dense weights, a multiple of ep; 0: world size / replicate", low=0)
+    replicate: int = key(1, "copies of the sharded model (HSDP)", low=1)
+    activation_checkpointing: str = key(
+        "none", "what is recomputed in the backward", choices=("none", "full", "selective", "moe")
+    )
+    compile: bool = key(False, "torch.compile each decoder layer of the learner")

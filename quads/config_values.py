@@ -1,0 +1,150 @@
+"""One config value: checked against its key's declared type and range, parsed from the command line, written as TOML."""
+
+import dataclasses
+import difflib
+import json
+import math
+import tomllib
+import typing
+from typing import Any, TypeVar
+
+from quads.errors import UserError
+
+T = TypeVar("T")
+
+
+def check_table(cls: type[T], where: str, table: dict[str, Any]) -> T:
+    """Build a section from its table; `where` is how errors name it, such as `[train]`."""
+    known = [f.name for f in dataclasses.fields(cls)]  # type: ignore[arg-type]
+    for name in table:
+        if name not in known:
+            raise UserError(f"unknown key {name!r} in {where}; nearest valid one: {nearest(name, known)}")
+    return cls(**{name: check_value(cls, where, name, value) for name, value in table.items()})
+
+
+def check_value(cls: type, where: str, name: str, value: Any) -> Any:
+    """`value` in the key's type (a list as a tuple, an int as a float where one is declared), or a UserError."""
+    declared, limits = _declared(cls, name)
+    if declared is dict:
+        if not isinstance(value, dict):
+            _refuse(cls, where, name, value)
+        return dict(value)
+    if typing.get_origin(declared) is tuple:
+        element = typing.get_args(declared)[0]
+        if not isinstance(value, list | tuple) or len(value) != limits.get("length", len(value)):
+            _refuse(cls, where, name, value)
+        if element is str and len(set(value)) != len(value):
+            raise UserError(f"{where} {name} = {_show(value)}: the same word twice")
+        return tuple(_check_scalar(cls, where, name, value, item, element, limits) for item in value)
+    return _check_scalar(cls, where, name, value, value, declared, limits)
+
+
+def parse_text(cls: type, where: str, name: str, text: str) -> Any:
+    """A command-line word in the key's type. Unknown keys and words that do not parse are UserErrors."""
+    if name not in (f.name for f in dataclasses.fields(cls)):
+        check_table(cls, where, {name: text})
+    declared, _ = _declared(cls, name)
+    value: Any = text
+    try:
+        if declared is dict:
+            value = json.loads(text) if text.startswith('{"') else tomllib.loads(f"value = {text}")["value"]
+        elif typing.get_origin(declared) is tuple:
+            element = typing.get_args(declared)[0]
+            if text.strip().startswith("["):
+                value = tomllib.loads(f"value = {text}")["value"]
+            else:
+                value = [element(word.strip()) for word in text.split(",") if word.strip()]
+        elif declared is bool:
+            value = {"true": True, "false": False}.get(text.lower(), text)
+        elif declared in (int, float):
+            value = declared(text)
+    except ValueError:  # also the base of JSON and TOML decode errors
+        _refuse(cls, where, name, text)
+    return check_value(cls, where, name, value)
+
+
+def describe_range(cls: type, name: str) -> str:
+    """What a key takes, in words: `an integer >= 1`, `one of bf16, fp8`, `a list of numbers > 0`."""
+    declared, limits = _declared(cls, name)
+    if declared is dict:
+        return "a table"
+    is_list = typing.get_origin(declared) is tuple
+    element = typing.get_args(declared)[0] if is_list else declared
+    if "choices" in limits:
+        words = ", ".join(choice or '""' for choice in limits["choices"])
+        return f"a list of words out of {words}" if is_list else f"one of {words}"
+    word = {bool: "true or false", int: "an integer", float: "a number", str: "a string"}[element]
+    if is_list:
+        length = f"{limits['length']} " if "length" in limits else ""
+        word = f"a list of {length}{word.split()[-1]}s"
+    bounds = [("low", ">="), ("above", ">"), ("high", "<=")]
+    return " and ".join([word, *(f"{sign} {limits[limit]:g}" for limit, sign in bounds if limit in limits)]).replace(
+        f"{word} and ", f"{word} ", 1
+    )
+
+
+def nearest(name: str, valid: list[str]) -> str:
+    """The valid name most like `name`; there is always one."""
+    return difflib.get_close_matches(name, valid, n=1, cutoff=0.0)[0]
+
+
+def toml_table(name: str, values: dict[str, Any]) -> str:
+    """A TOML table with its sub-tables below it."""
+    plain = {key: value for key, value in values.items() if not isinstance(value, dict)}
+    lines = [f"[{name}]", *(f"{toml_key(key)} = {_toml_value(value)}" for key, value in plain.items()), ""]
+    return "\n".join(lines) + "".join(
+        "\n" + toml_table(f"{name}.{toml_key(k)}", v) for k, v in values.items() if k not in plain
+    )
+
+
+def _declared(cls: type, name: str) -> tuple[Any, dict[str, Any]]:
+    """-> (type, limits) of a key; a table's type is plain dict."""
+    declared = typing.get_type_hints(cls)[name]
+    limits = next(f.metadata for f in dataclasses.fields(cls) if f.name == name)
+    return (dict if typing.get_origin(declared) is dict else declared), dict(limits)
+
+
+def _check_scalar(
+    cls: type, where: str, name: str, whole: Any, item: Any, declared: type, limits: dict[str, Any]
+) -> Any:
+    if declared is float and isinstance(item, int) and not isinstance(item, bool):
+        item = float(item)
+    good = isinstance(item, declared) and not (declared is not bool and isinstance(item, bool))
+    if good and declared in (int, float):
+        good = (
+            math.isfinite(item)
+            and item >= limits.get("low", -math.inf)
+            and item <= limits.get("high", math.inf)
+            and item > limits.get("above", -math.inf)
+        )
+    if not good or ("choices" in limits and item not in limits["choices"]):
+        _refuse(cls, where, name, whole)
+    return item
+
+
+def _refuse(cls: type, where: str, name: str, value: Any) -> typing.NoReturn:
+    raise UserError(f"{where} {name} = {_show(value)}: must be {describe_range(cls, name)}")
+
+
+def _show(value: Any) -> str:
+    return repr(list(value) if isinstance(value, tuple) else value)
+
+
+def toml_key(name: str) -> str:
+    """A table or key name, quoted where TOML asks for it."""
+    bare = name.isascii() and name.replace("_", "").replace("-", "").isalnum()
+    return name if bare else _toml_value(name)
+
+
+def _toml_value(value: Any) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, str):
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")  # JSON leaves DEL bare, TOML forbids it
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(_toml_value(item) for item in value) + "]"
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{toml_key(key)} = {_toml_value(item)}" for key, item in value.items()) + "}"
+    if isinstance(value, int | float):
+        return repr(value)
+    return value.isoformat()  # TOML's dates and times
