@@ -1,13 +1,13 @@
 """Command line and TOML -> one checked, frozen `Config`.
 
-Order of precedence: `--section.key value` over the TOML of `--config` over the defaults in `quads.config_sections`. Everything is
-strict: an unknown key, a wrong type, a value out of range or a contradiction is a `UserError` that names the place and the fix.
-This module imports no torch, so that `--help` and config errors answer at once.
+Order of precedence: `--section.key value` over the TOML of `--config` over the defaults in `quads.config_sections`.
+Everything is strict: an unknown key, a wrong type, a value out of range or a contradiction is a `UserError` that names
+the place and the fix. This module imports no torch, so that `--help` and config errors answer at once.
 """
 
 import dataclasses
 import json
-import tomllib
+from collections import deque
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,10 +26,9 @@ from quads.config_sections import (
     TaskSettings,
     TrainSettings,
 )
-from quads.config_values import check_table, check_value, describe_range, nearest, parse_text, toml_key, toml_table
+from quads.config_sources import build_sources, known_sources, read_toml
+from quads.config_values import check_table, describe_range, nearest, parse_text, toml_key, toml_table
 from quads.errors import UserError
-
-REPOSITORY_CONFIGS = Path(__file__).resolve().parent.parent / "configs"
 
 
 @dataclass(frozen=True)
@@ -68,12 +67,17 @@ def load_config(argv: list[str]) -> Config:
     config_path, overrides, dry_run = _split_arguments(argv)
     tables = read_toml(config_path) if config_path else {}
     _check_names(tables, str(config_path))
-    sources = _source_tables(tables, overrides, config_path)
     for dotted, text in overrides:
-        _apply_override(tables, sources, dotted, text)
+        section, _, name = dotted.partition(".")
+        if section != "sources":
+            tables.setdefault(section, {})[name] = parse_text(SECTIONS[section], f"[{section}]", name, text)
     sections = {name: check_table(cls, f"[{name}]", tables.get(name, {})) for name, cls in SECTIONS.items()}
-    checked = {name: check_table(SourceSettings, f"[sources.{name}]", table) for name, table in sources.items()}
-    return resolve(Config(**sections, sources=checked, dry_run=dry_run), config_path)
+    task: TaskSettings = sections["task"]
+    source_overrides = [
+        (dotted.removeprefix("sources."), text) for dotted, text in overrides if dotted.startswith("sources.")
+    ]
+    sources = build_sources(tables.get("sources", {}), source_overrides, [*task.train, *task.eval], config_path)
+    return resolve(Config(**sections, sources=sources, dry_run=dry_run), config_path)
 
 
 def resolve(cfg: Config, config_path: Path | None = None) -> Config:
@@ -89,7 +93,7 @@ def resolve(cfg: Config, config_path: Path | None = None) -> Config:
         raise UserError("[model] tokenizer is empty; with arch it must name a folder with tokenizer.json")
     if not task.train:
         raise UserError(
-            f"[task] train is empty; name at least one source, known: {_known_sources(cfg.sources, config_path)}"
+            f"[task] train is empty; name at least one source, known: {known_sources(cfg.sources, config_path)}"
         )
     if task.weights and len(task.weights) != len(task.train):
         raise UserError(
@@ -99,8 +103,6 @@ def resolve(cfg: Config, config_path: Path | None = None) -> Config:
         raise UserError(f"[task] prompt_template = {task.prompt_template!r} must contain {{prompt}}")
     if task.system and not task.chat:
         raise UserError("[task] system is set but chat is false; a system message needs chat = true")
-    for name, source in cfg.sources.items():
-        _check_source(name, source)
     if rl.prompts_per_step % rl.minibatch_prompts:
         raise UserError(
             f"[rl] minibatch_prompts = {rl.minibatch_prompts} must divide prompts_per_step = {rl.prompts_per_step}"
@@ -147,7 +149,8 @@ def describe_keys() -> str:
         "  --dry-run        check config, data, tokenizer and memory, then stop",
         "  --help           this text",
         "",
-        'Lists: a,b,c or ["a", "b"]. A later override wins. `--checkpoint.resume` alone means the latest complete checkpoint.',
+        'Lists: a,b,c or ["a", "b"]. A later override wins.',
+        "`--checkpoint.resume` alone means the latest complete checkpoint.",
     ]
     for name, cls in [*SECTIONS.items(), ("sources.NAME", SourceSettings)]:
         title = (cls.__doc__ or "").partition(": ")[2]
@@ -160,52 +163,44 @@ def describe_keys() -> str:
     return "\n".join(lines)
 
 
-def read_toml(path: Path) -> dict[str, Any]:
-    """Parse one TOML file; every way it can fail is a UserError with the file and, where there is one, the line."""
-    try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise UserError(f"config file not found: {path}") from None
-    except OSError as error:
-        raise UserError(f"config file {path} cannot be read: {error.strerror}") from None
-    except UnicodeDecodeError as error:
-        raise UserError(f"config file {path} is not UTF-8 text (byte {error.start})") from None
-    except tomllib.TOMLDecodeError as error:
-        raise UserError(f"config file {path} is not valid TOML: {error}") from None
-
-
 def _split_arguments(argv: list[str]) -> tuple[Path | None, list[tuple[str, str]], bool]:
-    """-> (config file, [(section.key, text)], dry run)."""
+    """-> (config file, [(section.key, text)], dry run). Every section.key returned is a valid one."""
     config_path: Path | None = None
     overrides: list[tuple[str, str]] = []
     dry_run = False
-    at = 0
-    while at < len(argv):
-        word = argv[at]
-        at += 1
+    words = deque(argv)
+    while words:
+        word = words.popleft()
         if not word.startswith("--"):
             raise UserError(f"unexpected argument {word!r}; options look like --section.key value")
         name, equals, value = word[2:].partition("=")
         if name == "dry-run" and not equals:
             dry_run = True
             continue
+        _check_option(name)
         if not equals:
-            if at < len(argv) and not argv[at].startswith("--"):
-                value = argv[at]
-                at += 1
+            if words and not words[0].startswith("--"):
+                value = words.popleft()
             elif name == "checkpoint.resume":
                 value = "latest"
-            elif name == "config" or name in _all_keys():
+            else:
                 raise UserError(f"--{name} needs a value")
         if name == "config":
             config_path = Path(value)
-        elif "." in name:
-            overrides.append((name, value))
         else:
-            raise UserError(
-                f"unknown option --{name}; nearest valid one: --{nearest(name, ['config', 'dry-run', 'help', *_all_keys()])}"
-            )
+            overrides.append((name, value))
     return config_path, overrides, dry_run
+
+
+def _check_option(name: str) -> None:
+    section, _, key = name.partition(".")
+    if name == "config" or name in _all_keys() or (section == "sources" and key.count(".") >= 1):
+        return  # the keys of a source are checked where its table is
+    if section in SECTIONS or section == "sources":
+        raise UserError(f"unknown option --{name}; {_suggest_key(section, key)}")
+    raise UserError(
+        f"unknown option --{name}; nearest valid one: --{nearest(name, ['config', 'dry-run', *_all_keys()])}"
+    )
 
 
 def _check_names(tables: dict[str, Any], where: str) -> None:
@@ -225,108 +220,15 @@ def _check_names(tables: dict[str, Any], where: str) -> None:
                 raise UserError(f"{where}: unknown key {name!r} in [{section}]; {_suggest_key(section, name)}")
 
 
-def _source_tables(
-    tables: dict[str, Any], overrides: list[tuple[str, str]], config_path: Path | None
-) -> dict[str, dict[str, Any]]:
-    """The config's own [sources.NAME] tables, and ready-made files for the other names that [task] or an override uses."""
-    own = tables.get("sources", {})
-    for name, table in own.items() if isinstance(own, dict) else [("", own)]:
-        if not isinstance(table, dict):
-            raise UserError(f"[sources] {name} = {table!r} must be a table: write [sources.NAME] and its keys below it")
-    sources: dict[str, dict[str, Any]] = {name: dict(table) for name, table in own.items()}
-    task = dict(tables.get("task", {}))
-    created = []
-    for dotted, text in overrides:
-        section, _, rest = dotted.partition(".")
-        if section == "task" and rest in ("train", "eval"):
-            task[rest] = parse_text(TaskSettings, "[task]", rest, text)
-        if section == "sources" and dotted.count(".") >= 2:
-            created.append(rest.split(".")[0])
-    used = [
-        name for part in ("train", "eval") for name in check_value(TaskSettings, "[task]", part, task.get(part, ()))
-    ]
-    for name in dict.fromkeys([*used, *created]):
-        if name in sources:
-            continue
-        file = next((f for f in _ready_made(config_path) if f.stem == name), None)
-        if file is not None:
-            sources[name] = read_toml(file)
-        elif name in created:
-            sources[name] = {}  # defined on the command line alone
-        else:
-            known = _known_sources(sources, config_path)
-            raise UserError(
-                f"[task] names the source {name!r}, which is neither [sources.{name}] nor a ready-made one; known: {known}"
-            )
-    return sources
-
-
-def _apply_override(tables: dict[str, Any], sources: dict[str, dict[str, Any]], dotted: str, text: str) -> None:
-    """Parse `text` by the key's declared type and put it into the right table."""
-    parts = dotted.split(".")
-    if parts[0] == "sources" and len(parts) == 3:
-        sources[parts[1]][parts[2]] = parse_text(SourceSettings, f"[sources.{parts[1]}]", parts[2], text)
-    elif parts[0] == "sources" and len(parts) == 4 and parts[2] == "params":
-        table = sources[parts[1]]
-        table["params"] = {**table.get("params", {}), parts[3]: _free_value(text)}
-    elif dotted in _all_keys():
-        section, name = parts
-        table = tables.setdefault(section, {})
-        table[name] = parse_text(SECTIONS[section], f"[{section}]", name, text)
-    else:
-        section, _, name = dotted.partition(".")
-        raise UserError(f"unknown option --{dotted}; {_suggest_key(section, name)}")
-
-
-def _free_value(text: str) -> Any:
-    """A value without a declared type (difficulty settings): TOML syntax, else plain text."""
-    try:
-        return tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
-        return text
-
-
-def _check_source(name: str, source: SourceSettings) -> None:
-    where = f"[sources.{name}]"
-    if not source.kind:
-        raise UserError(f"{where} kind is missing; one of reasoning_gym, jsonl, datasets")
-    needs = "path" if source.kind == "jsonl" else "dataset"
-    if not getattr(source, needs):
-        raise UserError(f"{where} {needs} is missing; kind = {source.kind!r} needs it")
-    if source.reward == "task" and source.kind != "reasoning_gym":
-        raise UserError(
-            f"{where} reward = 'task' needs kind = 'reasoning_gym'; for {source.kind!r} choose exact, math or code"
-        )
-    if source.prompt_template and "{prompt}" not in source.prompt_template:
-        raise UserError(f"{where} prompt_template = {source.prompt_template!r} must contain {{prompt}}")
-
-
-def _ready_made(config_path: Path | None) -> list[Path]:
-    """Source files beside the config first, then the repository's."""
-    folders = [config_path.resolve().parent / "sources"] if config_path else []
-    folders.append(REPOSITORY_CONFIGS / "sources")
-    return [file for folder in folders for file in sorted(folder.glob("*.toml"))]
-
-
-def _known_sources(sources: dict[str, Any], config_path: Path | None) -> str:
-    names = sorted({*sources, *(file.stem for file in _ready_made(config_path))})
-    return ", ".join(names) or "none"
-
-
 def _all_keys() -> list[str]:
     return [f"{section}.{f.name}" for section, cls in SECTIONS.items() for f in dataclasses.fields(cls)]
 
 
 def _suggest_key(section: str, name: str) -> str:
-    """The likeliest meaning of an unknown `section.name`: the same word in another section, else the nearest spelling."""
-    if section not in SECTIONS and section != "sources":
-        section = nearest(section, [*SECTIONS])
+    """The likeliest meaning of an unknown key: the same word in another section, else the nearest spelling."""
     if section == "sources":
-        return "source keys are sources.NAME." + ", sources.NAME.".join(
-            f.name for f in dataclasses.fields(SourceSettings)
-        )
-    here = [f.name for f in dataclasses.fields(SECTIONS[section])]
+        keys = ", ".join(f.name for f in dataclasses.fields(SourceSettings))
+        return f"a source's keys are sources.NAME. followed by one of {keys}"
     elsewhere = [dotted for dotted in _all_keys() if dotted.split(".")[1] == name]
-    if name in here or not elsewhere:
-        elsewhere = [f"{section}.{nearest(name, here)}"]
-    return f"nearest valid one: {elsewhere[0]}"
+    here = nearest(name, [f.name for f in dataclasses.fields(SECTIONS[section])])
+    return f"nearest valid one: {elsewhere[0] if elsewhere else f'{section}.{here}'}"

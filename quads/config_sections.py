@@ -1,7 +1,8 @@
 """The sections of a run's config, one frozen dataclass each: every key with its default, meaning and range.
 
-A section is what a component receives (`Learner(model, cfg.optim, cfg.rl)`), never the root `Config`. Defaults are those of the
-25.5B recipe of the paper (arXiv 2607.15810, section 4.1) where it gives them. Reading and checking live in `quads.config`.
+A section is what a component receives (`Learner(model, cfg.optim, cfg.rl)`), never the root `Config`. Defaults are
+those of the paper's 25.5B recipe (arXiv 2607.15810, section 4.1) where it gives them. Reading and checking live in
+`quads.config`.
 """
 
 from dataclasses import dataclass, field
@@ -18,7 +19,7 @@ def key(
     high: float | None = None,
     length: int | None = None,
 ) -> Any:
-    """A config key. `low` and `high` are inclusive, `above` is exclusive; for a list they and `choices` bind each element."""
+    """A config key. `low` and `high` are inclusive, `above` is not; in a list they and `choices` bind each element."""
     limits = {"choices": choices, "low": low, "above": above, "high": high, "length": length}
     metadata = {"help": help, **{name: limit for name, limit in limits.items() if limit is not None}}
     if isinstance(default, dict):

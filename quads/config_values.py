@@ -1,4 +1,4 @@
-"""One config value: checked against its key's declared type and range, parsed from the command line, written as TOML."""
+"""One config value: checked against its key's type and range, parsed from the command line, put as TOML."""
 
 import dataclasses
 import difflib

@@ -1,0 +1,37 @@
+"""Tests whose marker names hardware that is missing are skipped with the reason; every test starts from the same seed."""
+
+import random
+
+import numpy
+import pytest
+import torch
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--slow", action="store_true", help="also run the tests that take minutes")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    missing = {}
+    num_gpus = torch.cuda.device_count()
+    if num_gpus < 1:
+        missing["gpu"] = "needs a CUDA GPU, none here"
+    if num_gpus < 2:
+        missing["multi_gpu"] = f"needs two CUDA GPUs, {num_gpus} here"
+    if num_gpus < 1 or torch.cuda.get_device_capability()[0] != 10:
+        missing["sm100"] = "needs a Blackwell GPU (compute capability 10.x)"
+    if not config.getoption("--slow"):
+        missing["slow"] = "takes minutes; run with --slow"
+    for item in items:
+        for name, reason in missing.items():
+            if name in item.keywords:
+                item.add_marker(pytest.mark.skip(reason=reason))
+        if "vllm" in item.keywords:
+            pytest.importorskip("vllm", reason="needs the extra `vllm`")
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    random.seed(0)
+    numpy.random.seed(0)
+    torch.manual_seed(0)
