@@ -1,0 +1,228 @@
+"""Check a quantizer against a file of test vectors, bit for bit.
+
+    python -m quads.quant.conformance FILE [--backend reference|triton|all]
+
+FILE is a JSON list of cases, of one of two kinds, told apart by their fields:
+
+    nvfp4     mode, x_bits, global_scale_bits, block_scale, packed, dequant_bits: one flat tensor, quantized with its
+    own amax residual  shape [T, K], ratio, selection, x_bits, mask, main_bits, residual_bits: rows of activations
+    (residual.py)
+
+`*_bits` are fp32 bit patterns, `block_scale` E4M3 bytes, `packed` bytes, `mask` 0 or 1 a channel and row. `name` is
+optional. NaN equals NaN; everything else must match in every bit. Prints `N cases, M mismatches` for each backend
+that ran and names every mismatch. Exit code 0: none; 1: some; 2: the file or the backend cannot be had.
+"""
+
+import argparse
+import importlib
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quads.errors import UserError, main_guard
+from quads.quant import nvfp4, residual
+
+Case = dict[str, Any]
+Fields = dict[str, Tensor]  # int64, flat: bit patterns by field name
+
+NVFP4_FIELDS = ("mode", "x_bits", "global_scale_bits", "block_scale", "packed", "dequant_bits")
+RESIDUAL_FIELDS = ("shape", "ratio", "selection", "x_bits", "mask", "main_bits", "residual_bits")
+FLOAT_FIELDS = ("global_scale_bits", "dequant_bits", "main_bits", "residual_bits")
+
+
+def load_cases(path: str | Path) -> list[Case]:
+    """Read and check a vector file. Raises UserError naming the case and field that is wrong."""
+    try:
+        cases = json.loads(Path(path).read_text())
+    except OSError as error:
+        raise UserError(f"cannot read vector file {path}: {error.strerror}; give the path of a JSON file") from None
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise UserError(f"{path} is not JSON ({error}); write the vectors again") from None
+    if not isinstance(cases, list) or not cases:
+        raise UserError(f"{path} must hold a JSON list of at least one case; fields are in `{__name__}`")
+    for index, case in enumerate(cases):
+        problem = _problem(case)
+        if problem:
+            raise UserError(f"{path}, case {index}: {problem}")
+    return cases
+
+
+def _problem(case: Any) -> str:
+    """What is wrong with a case, or an empty string."""
+    if not isinstance(case, dict):
+        return "not an object"
+    required = RESIDUAL_FIELDS if "main_bits" in case else NVFP4_FIELDS
+    missing = [name for name in required if name not in case]
+    if missing:
+        return f"missing {', '.join(missing)}; a case has {', '.join(required)}"
+    lists = [name for name in required if name not in ("mode", "global_scale_bits", "ratio", "selection")]
+    for name in lists:
+        if not isinstance(case[name], list) or not all(type(value) is int for value in case[name]):
+            return f"{name} must be a list of integers"
+    num_elements = len(case["x_bits"])
+    if not num_elements:
+        return "x_bits is empty"
+    num_blocks = -(-num_elements // nvfp4.BLOCK)
+    if required is NVFP4_FIELDS:
+        if case["mode"] not in ("pow2", "amax"):
+            return f'mode must be "pow2" or "amax", not {case["mode"]!r}'
+        if type(case["global_scale_bits"]) is not int:
+            return "global_scale_bits must be an integer"
+        lengths = {"block_scale": num_blocks, "packed": num_blocks * 8, "dequant_bits": num_elements}
+    else:
+        if case["selection"] not in ("batch", "block", "token"):
+            return f'selection must be "batch", "block" or "token", not {case["selection"]!r}'
+        if type(case["ratio"]) not in (int, float) or not 0 <= case["ratio"] <= 1:
+            return f"ratio must be a number in [0, 1], not {case['ratio']!r}"
+        shape = case["shape"]
+        if len(shape) != 2 or min(shape) < 1 or shape[0] * shape[1] != num_elements:
+            return f"shape {shape} does not hold the {num_elements} elements of x_bits"
+        lengths = dict.fromkeys(("mask", "main_bits", "residual_bits"), num_elements)
+    for name, length in lengths.items():
+        if len(case[name]) != length:
+            return f"{name} has {len(case[name])} entries, x_bits asks for {length}"
+    bits = [case["global_scale_bits"]] if required is NVFP4_FIELDS else []
+    bits += [value for name in lists if name.endswith("_bits") for value in case[name]]
+    if not all(0 <= value < 2**32 for value in bits):
+        return "fp32 bit patterns are unsigned 32-bit integers"
+    return ""
+
+
+def from_bits(bits: list[int]) -> Tensor:
+    """fp32 tensor of unsigned 32-bit patterns."""
+    return torch.tensor(bits, dtype=torch.int64).to(torch.int32).view(torch.float32)  # the cast keeps the low 32 bits
+
+
+def to_bits(x: Tensor) -> Tensor:
+    """int64 [numel] of the fp32 bit patterns of x, unsigned."""
+    return x.detach().cpu().contiguous().view(torch.int32).flatten().long() & 0xFFFFFFFF
+
+
+def run_reference(case: Case) -> Fields:
+    """What the plain-torch specification makes of a case."""
+    return _run(case, nvfp4, residual.compensate_packed, torch.device("cpu"))
+
+
+def run_triton(case: Case) -> Fields:
+    """What the Triton kernels make of it."""
+    kernels = _kernels()
+    return _run(case, kernels, kernels.compensate_packed, _kernel_device())
+
+
+def _run(case: Case, quantizer: Any, compensate_packed: Callable[..., Any], device: torch.device) -> Fields:
+    """`quantizer` has `quantize` and `dequantize` with the signatures of nvfp4.py."""
+    x = from_bits(case["x_bits"]).to(device)
+    if "main_bits" not in case:
+        packed, block_scale, g = quantizer.quantize(x, mode=case["mode"])
+        return {
+            "global_scale_bits": to_bits(g),
+            "block_scale": block_scale.view(torch.uint8).cpu().flatten().long(),
+            "packed": packed.cpu().flatten().long(),
+            "dequant_bits": to_bits(quantizer.dequantize(packed, block_scale, g, num_elements=x.shape[-1])),
+        }
+    x_TK = x.view(case["shape"])
+    pair = compensate_packed(x_TK, case["ratio"], case["selection"])
+    mask_TK = pair.mask.expand_as(x_TK)
+    main_TK, residual_TK = (quantizer.dequantize(*p, num_elements=x_TK.shape[-1]) for p in (pair.main, pair.residual))
+    return {
+        "mask": mask_TK.cpu().flatten().long(),
+        "main_bits": to_bits(main_TK),
+        "residual_bits": to_bits(torch.where(mask_TK, residual_TK, 0.0)),
+    }
+
+
+def mismatches(case: Case, got: Fields) -> list[str]:
+    """One line for each field that differs: how many entries, and the first of them."""
+    lines = []
+    for name, have in got.items():
+        want = torch.tensor(case[name], dtype=torch.int64).flatten()
+        differs = have != want
+        if name in FLOAT_FIELDS:
+            differs &= ~(_is_nan(have) & _is_nan(want))
+        if differs.any():
+            first = int(differs.nonzero()[0])
+            lines.append(
+                f"{name}: {int(differs.sum())} of {len(want)} differ, first at {first}: "
+                f"expected {int(want[first]):#x}, got {int(have[first]):#x}"
+            )
+    return lines
+
+
+def _is_nan(bits: Tensor) -> Tensor:
+    return (bits & 0x7FFFFFFF) > 0x7F800000
+
+
+def _kernels() -> Any:
+    """The Triton kernels, or a UserError that says what can be had instead."""
+    instead = "run `--backend reference`, which needs neither"
+    try:
+        importlib.import_module("triton")
+        kernels = importlib.import_module("quads.quant.kernels")
+    except ImportError as error:
+        raise UserError(f"backend triton cannot be imported ({error}); install triton, or {instead}") from None
+    if not torch.cuda.is_available() and not _interpreted():
+        raise UserError(
+            f"backend triton needs a CUDA GPU, or TRITON_INTERPRET=1 to interpret them on the CPU; else {instead}"
+        )
+    return kernels
+
+
+def _interpreted() -> bool:
+    return bool(importlib.import_module("triton").knobs.runtime.interpret)
+
+
+def _kernel_device() -> torch.device:
+    return torch.device("cpu" if _interpreted() else "cuda")
+
+
+def check(cases: list[Case], run: Callable[[Case], Fields]) -> list[str]:
+    """Every mismatch of a backend, each with the name of its case."""
+    return [
+        f"{case.get('name', f'case {index}')}{_setting(case)}: {line}"
+        for index, case in enumerate(cases)
+        for line in mismatches(case, run(case))
+    ]
+
+
+def _setting(case: Case) -> str:
+    return f" [{case['mode']}]" if "mode" in case else f" [{case['selection']} {case['ratio']}]"
+
+
+@main_guard
+def main(argv: list[str] | None = None) -> int:
+    """Command line; returns the exit code (0 or 1), 2 by way of UserError."""
+    parser = argparse.ArgumentParser(
+        prog="python -m quads.quant.conformance", description=(__doc__ or "").split("\n")[0]
+    )
+    parser.add_argument("file", help="JSON file of vectors")
+    parser.add_argument("--backend", choices=("reference", "triton", "all"), default="reference")
+    args = parser.parse_args(argv)
+    cases = load_cases(args.file)
+    runners = {"reference": run_reference, "triton": run_triton}
+    if args.backend != "all":
+        runners = {args.backend: runners[args.backend]}
+    if "triton" in runners:
+        try:
+            _kernels()
+        except UserError as error:
+            if args.backend != "all":
+                raise
+            del runners["triton"]
+            print(f"triton: did not run: {error}")
+    failed = False
+    for backend, run in runners.items():
+        found = check(cases, run)
+        print(f"{backend}: {len(cases)} cases, {len(found)} mismatches")
+        for line in found:
+            print(f"  {line}")
+        failed |= bool(found)
+    return int(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,90 @@
+"""Residual activation compensation: a second 4-bit pass over the channels that lose most (paper, Eqs. 20-24).
+
+    R  = Q_A(X) - X                       in fp32; Q_A has one power-of-two scale per row (see nvfp4.py)
+    s  = score of a channel               sum over live tokens of R[:, k] ** 2
+    S  = the channels kept                by score, the lower index first on a tie
+    X~ = Q_A(X) - M_S * Q_A(R)            M_S masks the channels outside S; Q_A(R) is taken over the whole row
+
+The two terms stay two 4-bit operands that multiply the same weight tile: y = Q_A(X) W^T - (M_S Q_A(R)) W^T. Their
+difference needs more bits than bf16 has, so adding them up first would round away part of what the second pass brings.
+
+`selection` says who shares S:
+    "batch"   the paper: one S of floor(ratio * K) channels for all rows of one call
+    "block"   the same in whole 16-channel blocks, floor(ratio * K / 16) of them (K padded to whole blocks): what a
+              tensor core can skip. The score of a block is the sum of its channels' scores
+    "token"   each row ranks its own channels, so a row does not depend on its batch mates
+
+Scores are computed in float64: squares of fp32 values are exact there and the sum does not depend on the order of the
+rows in any way that matters. Elements of R that are not finite (their block is NaN in Q_A(X) already) score 0.
+
+Shape suffixes: T rows (tokens), K channels, B = ceil(K / 16) blocks.
+"""
+
+import math
+from typing import Literal, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from quads.quant import nvfp4
+
+Selection = Literal["batch", "block", "token"]
+
+
+class PackedPair(NamedTuple):
+    """Both operands as a kernel holds them. Q_A(R) is packed whole; `mask` says which of its channels count."""
+
+    main: tuple[Tensor, Tensor, Tensor]  # packed uint8 [T, 8 B], block scales float8_e4m3fn [T, B], g fp32 [T, 1]
+    residual: tuple[Tensor, Tensor, Tensor]  # the same for Q_A(R)
+    mask: Tensor  # bool [K] ("batch", "block") or [T, K] ("token")
+
+
+def channel_scores(residual_TK: Tensor, selection: Selection, live_T: Tensor | None = None) -> Tensor:
+    """float64 scores of the channels: [K] for "batch" and "block" (rows with live_T False left out), [T, K] for
+    "token"."""
+    squares_TK = torch.nan_to_num(residual_TK.double().square(), nan=0.0, posinf=0.0)
+    if selection == "token":
+        return squares_TK
+    if live_T is not None:
+        squares_TK = torch.where(live_T.unsqueeze(-1), squares_TK, 0.0)
+    return squares_TK.sum(0)
+
+
+def select_channels(scores: Tensor, ratio: float, selection: Selection) -> Tensor:
+    """bool mask shaped like `scores` [..., K], True for the kept channels. ratio in [0, 1]: 0 keeps none, 1 keeps
+    all."""
+    num_channels = scores.shape[-1]
+    if selection == "block":
+        blocks = F.pad(scores, (0, -num_channels % nvfp4.BLOCK)).unflatten(-1, (-1, nvfp4.BLOCK)).sum(-1)
+        kept = _top(blocks, math.floor(ratio * blocks.shape[-1]))
+        return kept.repeat_interleave(nvfp4.BLOCK, dim=-1)[..., :num_channels]
+    return _top(scores, math.floor(ratio * num_channels))
+
+
+def _top(scores: Tensor, count: int) -> Tensor:
+    """bool, True at the `count` largest scores along the last dimension; of equal ones the lower index wins."""
+    order = scores.argsort(dim=-1, descending=True, stable=True)
+    return torch.zeros_like(scores, dtype=torch.bool).scatter(-1, order[..., :count], True)
+
+
+def compensate(x_TK: Tensor, ratio: float, selection: Selection, live_T: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """(main, residual), fp32 [T, K] each, with X~ = main - residual; the residual is masked already (+0 outside S).
+
+    x_TK: fp32 or bf16. live_T: bool [T], False for padding rows: they take no part in the scores of the others; their
+    own two terms are computed like any row's. ratio 0 gives a zero residual, ratio 1 keeps every channel.
+    """
+    x_TK = x_TK.float()
+    main_TK = nvfp4.qdq_rows(x_TK)
+    residual_TK = main_TK - x_TK
+    mask = select_channels(channel_scores(residual_TK, selection, live_T), ratio, selection)
+    return main_TK, torch.where(mask, nvfp4.qdq_rows(residual_TK), 0.0)
+
+
+def compensate_packed(x_TK: Tensor, ratio: float, selection: Selection, live_T: Tensor | None = None) -> PackedPair:
+    """The same two terms as codes, scales and mask: what a kernel is compared with. Arguments as in `compensate`."""
+    x_TK = x_TK.float()
+    main = nvfp4.quantize_rows(x_TK)
+    residual_TK = nvfp4.dequantize(*main, num_elements=x_TK.shape[-1]) - x_TK
+    mask = select_channels(channel_scores(residual_TK, selection, live_T), ratio, selection)
+    return PackedPair(main, nvfp4.quantize_rows(residual_TK), mask)

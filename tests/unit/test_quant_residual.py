@@ -1,0 +1,109 @@
+"""Residual compensation: identities at ratio 0 and 1, who shares a selection, ties, dead rows."""
+
+import pytest
+import torch
+
+from quads.quant import nvfp4, residual
+
+
+def rows(num_rows=6, num_channels=48, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(num_rows, num_channels, generator=generator)
+    x[:, 5] *= 30  # an outlier channel: its block loses most
+    return x
+
+
+@pytest.mark.parametrize("selection", ["batch", "block", "token"])
+def test_ratio_zero_and_one(selection):
+    x = rows()
+    main, none = residual.compensate(x, 0.0, selection)
+    assert torch.equal(main, nvfp4.qdq_rows(x)) and none.count_nonzero() == 0
+    main, full = residual.compensate(x, 1.0, selection)
+    assert torch.equal(full, nvfp4.qdq_rows(main - x))
+    # Each pass leaves about a tenth of what it quantizes, so two leave about a hundredth. Bounds are twice that.
+    relative = (main - full - x).norm() / x.norm()
+    assert relative < 0.02 < (main - x).norm() / x.norm() < 0.2
+
+
+@pytest.mark.parametrize("selection", ["batch", "block", "token"])
+@pytest.mark.parametrize("ratio", [0.1, 0.34, 0.5, 0.75])
+def test_mask_size_and_masked_channels(selection, ratio):
+    x = rows(5, 96)
+    main, packed_residual, mask = residual.compensate_packed(x, ratio, selection)
+    count = int(ratio * 6) * 16 if selection == "block" else int(ratio * 96)
+    assert mask.shape == ((5, 96) if selection == "token" else (96,))
+    assert (mask.sum(-1) == count).all()
+    main_TK, residual_TK = residual.compensate(x, ratio, selection)
+    assert torch.equal(main_TK, nvfp4.dequantize(*main))
+    assert torch.equal(residual_TK, torch.where(mask, nvfp4.dequantize(*packed_residual), 0.0))
+    assert not residual_TK[~mask.expand(5, 96)].signbit().any()
+
+
+def test_block_selection_keeps_whole_blocks():
+    x = rows(7, 80)
+    mask = residual.compensate_packed(x, 0.5, "block").mask
+    by_block = mask.view(5, 16)
+    assert torch.equal(by_block.all(-1), by_block.any(-1)) and by_block.any(-1).sum() == 2
+    scores = (nvfp4.qdq_rows(x) - x).double().square().sum(0).view(5, 16).sum(-1)
+    assert set(by_block.any(-1).nonzero().flatten().tolist()) == set(scores.topk(2).indices.tolist())
+
+
+def test_ragged_channels_are_padded_to_whole_blocks():
+    x = rows(3, 40)
+    mask = residual.compensate_packed(x, 0.67, "block").mask
+    assert mask.shape == (40,) and mask.sum() in (24, 32)  # two of three blocks, the last one has 8 channels
+    assert residual.compensate_packed(x, 1.0, "block").mask.all()
+
+
+def test_equal_scores_keep_the_lower_index():
+    scores = torch.tensor([1.0, 2, 2, 2, 0, 2]).double()
+    assert residual.select_channels(scores, 0.5, "batch").tolist() == [False, True, True, True, False, False]
+    assert (
+        residual.select_channels(torch.zeros(2, 4).double(), 0.5, "token").tolist() == [[True, True, False, False]] * 2
+    )
+    assert residual.select_channels(torch.ones(64).double(), 0.5, "block").tolist() == [True] * 32 + [False] * 32
+
+
+def test_batch_scores_by_hand():
+    r = torch.tensor([[1.0, -2.0, 0.5], [3.0, 0.0, 0.5]])
+    assert residual.channel_scores(r, "batch").tolist() == [10.0, 4.0, 0.5]
+    assert residual.channel_scores(r, "batch", torch.tensor([True, False])).tolist() == [1.0, 4.0, 0.25]
+    assert residual.channel_scores(r, "token").tolist() == [[1.0, 4.0, 0.25], [9.0, 0.0, 0.25]]
+
+
+def test_token_selection_does_not_depend_on_batch_mates():
+    x = rows(9, 64)
+    main, res = residual.compensate(x, 0.25, "token")
+    for t in range(9):
+        main_1, res_1 = residual.compensate(x[t : t + 1], 0.25, "token")
+        assert torch.equal(main_1[0], main[t]) and torch.equal(res_1[0], res[t])
+
+
+@pytest.mark.parametrize("selection", ["batch", "block"])
+def test_dead_rows_take_no_part(selection):
+    x = rows(4, 64)
+    main, res = residual.compensate(x, 0.25, selection)
+    garbage = torch.zeros(3, 64)
+    garbage[:, 48:] = 1e4 * torch.randn(3, 16, generator=torch.Generator().manual_seed(1))
+    padded = torch.cat([x, garbage])
+    live = torch.tensor([True] * 4 + [False] * 3)
+    main_p, res_p = residual.compensate(padded, 0.25, selection, live)
+    assert torch.equal(main_p[:4], main) and torch.equal(res_p[:4], res)
+    assert main_p.isfinite().all() and torch.equal(main_p[4:], nvfp4.qdq_rows(garbage))
+    unmasked = residual.compensate(padded, 0.25, selection)[1]
+    assert not torch.equal(unmasked[:4], res)  # the garbage rows would have decided the selection
+
+
+def test_a_poisoned_row_does_not_decide_the_selection():
+    x = rows(4, 64)
+    expected = residual.compensate_packed(x, 0.25, "batch").mask
+    bad = torch.cat([x, torch.full((1, 64), torch.nan)])
+    main, res = residual.compensate(bad, 0.25, "batch")
+    assert torch.equal(residual.compensate_packed(bad, 0.25, "batch").mask, expected)
+    assert main[4].isnan().all() and main[:4].isfinite().all() and res[:4].isfinite().all()
+
+
+def test_bf16_input_is_taken_as_it_is():
+    x = rows().bfloat16()
+    for a, b in zip(residual.compensate(x, 0.5, "token"), residual.compensate(x.float(), 0.5, "token"), strict=True):
+        assert a.dtype == torch.float32 and torch.equal(a, b)
