@@ -20,6 +20,7 @@ from quads.config_sections import (
     OptimSettings,
     ParallelSettings,
     QuantSettings,
+    RewardSettings,
     RLSettings,
     RolloutSettings,
     SourceSettings,
@@ -42,6 +43,7 @@ class Config:
     sources: dict[str, SourceSettings] = field(
         default_factory=dict
     )  # by name; exactly those that [task] uses or the TOML has
+    reward: RewardSettings = field(default_factory=RewardSettings)
     rl: RLSettings = field(default_factory=RLSettings)
     optim: OptimSettings = field(default_factory=OptimSettings)
     train: TrainSettings = field(default_factory=TrainSettings)

@@ -94,6 +94,7 @@ class TaskSettings:
     prompt_template: str = key("{prompt}", "text around a row's prompt; must contain {prompt}")
     system: str = key("", "system message; needs chat = true")
     chat: bool = key(False, "wrap prompts in the tokenizer's chat template")
+    chat_variables: dict[str, Any] = key({}, "variables for the chat template, such as enable_thinking = false")
 
 
 @dataclass(frozen=True)
@@ -101,23 +102,64 @@ class SourceSettings:
     """[sources.NAME]: where rows come from and how a response to one is scored."""
 
     kind: str = key("", "where rows come from", choices=("reasoning_gym", "jsonl", "datasets"))
-    dataset: str = key("", "reasoning_gym: dataset name; datasets: Hugging Face id or a local folder")
+    dataset: str = key(
+        "",
+        "reasoning_gym: dataset name; datasets: Hugging Face id, local folder, or parquet, json(l), csv or arrow files",
+    )
     subset: str = key("", "datasets: configuration name")
     split: str = key("train", "datasets: split that is trained on")
     eval_split: str = key("", "datasets: split that is tested on (default: rows held out of `split`)")
     path: str = key("", "jsonl: file of training rows")
-    eval_path: str = key("", "jsonl: file of test rows (default: rows held out of `path`)")
+    eval_path: str = key("", "jsonl and local files: file of test rows (default: rows held out)")
     eval_rows: int = key(256, "rows held out for the test when no test split or file is given", low=0)
+    streaming: bool = key(False, "datasets: read rows as they are needed, in a shuffled stream, instead of all at once")
     size: int = key(0, "reasoning_gym: number of training problems; 0: fresh ones for the whole run", low=0)
     params: dict[str, Any] = key({}, "reasoning_gym: difficulty settings, passed on by name")
-    prompt_column: str = key("prompt", "column with the prompt: text, or a list of chat messages")
-    answer_column: str = key("answer", "column with the answer; reward code: a list of {input, output}")
+    prompt_column: str = key("prompt", "column with the prompt: text or chat messages; `a.0.b` reaches into a value")
+    answer_column: str = key("answer", "column with the answer, or with the tests when reward = code")
+    id_column: str = key("id", "column with a unique id, used where rows have it")
+    answer_pattern: str = key("", "regular expression; its first group, last match, is the answer inside the column")
+    answer_tag: str = key("", "score only the text inside the response's last <TAG>...</TAG> (reward task or exact)")
+    code_format: str = key(
+        "pairs",
+        "how tests are stored: {input, output} pairs (or inputs, outputs, fn_name), or LiveCodeBench's columns",
+        choices=("pairs", "livecodebench"),
+    )
     reward: str = key(
         "task",
-        "scorer: the dataset's own (reasoning_gym), equal text, math-verify, or stdin/stdout tests",
+        "scorer: the dataset's own (reasoning_gym), equal text, math-verify, or tests run in a sandbox",
         choices=("task", "exact", "math", "code"),
     )
+    code_score: str = key(
+        "all", "reward code: 1 if all tests pass, or the fraction that does", choices=("all", "fraction")
+    )
+    where: dict[str, Any] = key({}, "keep rows whose column has this value, or one of these values")
+    language: str = key("", "keep prompts written in this language, judged by their script", choices=("", "en", "zh"))
+    min_prompt_tokens: int = key(0, "drop shorter prompts", low=0)
+    max_prompt_tokens: int = key(0, "drop longer prompts; 0: [rollout] max_prompt_tokens", low=0)
     prompt_template: str = key("", "overrides [task] prompt_template for this source")
+    system: str = key("", "overrides [task] system for this source")
+
+
+@dataclass(frozen=True)
+class RewardSettings:
+    """[reward]: the processes that score responses beside the rollout, and their limits."""
+
+    workers: int = key(0, "processes of each kind; 0: one for each CPU core, at most 64", low=0)
+    math_time_s: float = key(
+        5.0, "seconds to judge one math answer; then its process is killed and it counts as wrong", above=0.0
+    )
+    sandbox: str = key(
+        "auto",
+        "isolation of generated programs: auto takes the first that works; none runs them with limits only",
+        choices=("auto", "namespaces", "bubblewrap", "landlock", "none"),
+    )
+    code_time_s: float = key(6.0, "seconds one test of a program may take", above=0.0)
+    code_total_s: float = key(60.0, "seconds all tests of a program may take", above=0.0)
+    code_memory_mib: int = key(1024, "memory of a program", low=64)
+    code_output_mib: float = key(4.0, "output of a program in one test", above=0.0)
+    code_disk_mib: int = key(16, "files of a program", low=1)
+    code_threads: int = key(16, "threads of a program; it cannot start processes", low=1)
 
 
 @dataclass(frozen=True)
