@@ -1,0 +1,195 @@
+"""The learner: fp32 master weights, forwards through quantized weights, one GRPO update a mini-batch.
+
+After every update the targeted weights are quantized once (`requantize`); the packed bytes serve the next forward and the
+rollout alike. A non-finite loss or gradient skips the update, three in a row stop the run.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quads.config_sections import OptimSettings, RLSettings
+from quads.errors import UserError
+from quads.model.attention import PackedContext
+from quads.model.logprobs import token_logprobs
+from quads.model.model import MoEDecoder
+from quads.quant.learner import convert_learner, requantize
+from quads.quant.recipes import QuantSpec
+from quads.rl.loss import LossConfig, grpo_loss
+from quads.rl.mismatch import mismatch_metrics
+from quads.rl.optimizer import build_adamw, clip_gradients, learning_rate
+from quads.rl.packing import Microbatch
+
+MAX_SKIPPED_IN_A_ROW = 3
+LOGITS_CHUNK = 2048  # tokens whose [chunk, vocabulary] fp32 logits exist at once
+
+
+@dataclass
+class UpdateStats:
+    """Sums of one optimizer update; `merge_updates` turns several into a step's metrics."""
+
+    loss: float
+    grad_norm: float
+    lr: float
+    skipped: bool
+    tokens: int  # response tokens trained on
+    clipped: int
+    entropy_sum: float
+    entropy_tokens: int
+    learner_logprobs_N: Tensor  # of all response tokens, at the weights before the update
+    rollout_logprobs_N: Tensor
+    finite_N: Tensor
+
+
+class Learner:
+    """Owns the model's master weights, the optimizer and the update count.
+
+    Args:
+        model: fp32 parameters on their device, `model.dtype` for activations. Converted in place to `spec`'s learner side.
+        temperature: the rollout's; log-probs are of softmax(logits / temperature).
+        steps, updates_per_step: of the whole run, for the schedule.
+        reference: a frozen copy of the starting model, only for rl.kl_coef > 0.
+    """
+
+    def __init__(
+        self,
+        model: MoEDecoder,
+        spec: QuantSpec,
+        optim: OptimSettings,
+        rl: RLSettings,
+        temperature: float,
+        steps: int,
+        updates_per_step: int,
+        reference: MoEDecoder | None = None,
+    ) -> None:
+        self.model = model
+        self.reference = reference
+        for part in (model, reference):
+            if part is not None:
+                convert_learner(part, spec)
+                requantize(part)
+        self.spec, self.optim, self.rl = spec, optim, rl
+        self.temperature = temperature
+        self.total_updates, self.warmup_updates = steps * updates_per_step, optim.warmup_steps * updates_per_step
+        self.loss_config = LossConfig(
+            rl.clip_low, rl.clip_high, rl.cumulative_ratio_clip, rl.old_logprobs, rl.tis_clip, rl.kl_coef
+        )
+        betas = (optim.betas[0], optim.betas[1])
+        self.optimizer = build_adamw(model, optim.lr, betas, optim.eps, optim.weight_decay)
+        self.updates = 0
+        self.skipped = 0
+        self.skipped_in_a_row = 0
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.model.parameters()).device
+
+    def forward_logprobs(self, model: MoEDecoder, batch: Microbatch) -> tuple[Tensor, Tensor]:
+        """(log-probs, entropies) of the response tokens, fp32 [N]."""
+        context = PackedContext.build(list(batch.lengths), self.device)
+        context.routed_experts = batch.routed_experts_TLA
+        hidden_TH = model(batch.tokens_T, context)
+        return token_logprobs(
+            hidden_TH[batch.predict_N], model.output_weight(), batch.targets_N, self.temperature, LOGITS_CHUNK
+        )
+
+    @torch.no_grad()
+    def add_fixed_logprobs(self, microbatches: Sequence[Microbatch]) -> list[Microbatch]:
+        """Log-probs that stay fixed through a step's updates: the learner's own (old) and the reference's, where used."""
+        moved = [mb.to(self.device) for mb in microbatches]
+        if self.loss_config.old_logprobs == "learner":
+            moved = [replace(mb, old_logprobs_N=self.forward_logprobs(self.model, mb)[0]) for mb in moved]
+        if self.reference is not None:
+            moved = [replace(mb, ref_logprobs_N=self.forward_logprobs(self.reference, mb)[0]) for mb in moved]
+        return moved
+
+    def update(self, microbatches: Sequence[Microbatch], denominator: float) -> UpdateStats:
+        """One optimizer update on one mini-batch.
+
+        Args:
+            microbatches: from `pack`, on the device, with the fixed log-probs the loss needs.
+            denominator: of the whole mini-batch, from `pack`.
+
+        Raises:
+            UserError: when the third update in a row had a non-finite loss or gradient.
+        """
+        self.optimizer.zero_grad(set_to_none=True)
+        total_loss = 0.0
+        sums = {"tokens": 0, "clipped": 0}
+        entropy_sum, learner, rollout, finite = 0.0, [], [], []
+        for batch in microbatches:
+            logprobs_N, entropy_N = self.forward_logprobs(self.model, batch)
+            loss, batch_sums = grpo_loss(logprobs_N, batch, self.loss_config, denominator)
+            loss.backward()
+            total_loss += float(loss.detach())
+            for name in sums:
+                sums[name] += int(batch_sums[name])
+            entropy_sum += float(entropy_N.detach().sum())
+            learner.append(logprobs_N.detach())
+            rollout.append(batch.rollout_logprobs_N)
+            finite.append(batch.finite_N)
+        norm = float(clip_gradients(self.model.parameters(), self.optim.max_grad_norm))
+        lr = learning_rate(self.updates, self.optim.lr, self.warmup_updates, self.total_updates, self.optim.schedule)
+        skipped = not (torch.isfinite(torch.tensor([total_loss, norm])).all())
+        self._apply(lr, skipped)
+        return UpdateStats(
+            total_loss,
+            norm,
+            lr,
+            skipped,
+            sums["tokens"],
+            sums["clipped"],
+            entropy_sum,
+            sum(len(x) for x in learner),
+            torch.cat(learner),
+            torch.cat(rollout),
+            torch.cat(finite),
+        )
+
+    def _apply(self, lr: float, skipped: bool) -> None:
+        """The optimizer step and the quantization that must follow it, or the count of a skipped one."""
+        self.updates += 1
+        if not skipped:
+            for group in self.optimizer.param_groups:
+                group["lr"] = lr
+            self.optimizer.step()
+            requantize(self.model)
+            self.skipped_in_a_row = 0
+            return
+        self.optimizer.zero_grad(set_to_none=True)
+        self.skipped += 1
+        self.skipped_in_a_row += 1
+        if self.skipped_in_a_row >= MAX_SKIPPED_IN_A_ROW:
+            raise UserError(
+                f"loss or gradient was not finite in {MAX_SKIPPED_IN_A_ROW} updates in a row; the last checkpoint is kept. "
+                "Lower optim.lr, or resume from an earlier checkpoint with --checkpoint.resume PATH"
+            )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Model, optimizer and counters. Tensors are the live ones: save them before the next update."""
+        counters = {"updates": self.updates, "skipped": self.skipped, "skipped_in_a_row": self.skipped_in_a_row}
+        return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict(), "counters": counters}
+
+    def load_counters(self, counters: dict[str, int]) -> None:
+        """After the tensors were loaded in place: restore the counters and quantize what was loaded."""
+        self.updates, self.skipped = counters["updates"], counters["skipped"]
+        self.skipped_in_a_row = counters["skipped_in_a_row"]
+        requantize(self.model)
+
+
+def merge_updates(updates: Sequence[UpdateStats]) -> dict[str, float]:
+    """Metrics of a step from its updates. The log-prob gap is that of the first update alone: later ones see weights
+    that the rollout never had."""
+    first = updates[0]
+    tokens = max(sum(u.tokens for u in updates), 1)
+    metrics = mismatch_metrics(first.learner_logprobs_N, first.rollout_logprobs_N, first.finite_N)
+    metrics["policy/ratio_clip_frac"] = sum(u.clipped for u in updates) / tokens
+    metrics["policy/entropy"] = sum(u.entropy_sum for u in updates) / max(sum(u.entropy_tokens for u in updates), 1)
+    metrics["train/loss"] = sum(u.loss for u in updates) / len(updates)
+    metrics["train/grad_norm"] = sum(u.grad_norm for u in updates) / len(updates)
+    metrics["train/lr"] = updates[-1].lr
+    metrics["train/skipped_updates"] = sum(u.skipped for u in updates)
+    return metrics

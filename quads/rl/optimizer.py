@@ -1,0 +1,49 @@
+"""AdamW over fp32 master weights, its learning-rate schedule, and the global gradient norm."""
+
+import math
+from collections.abc import Iterable
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+
+def build_adamw(
+    model: nn.Module, lr: float, betas: tuple[float, float], eps: float, weight_decay: float
+) -> torch.optim.AdamW:
+    """AdamW with decoupled decay on matrices only: norms and other vectors are not pulled towards zero."""
+    matrices = [p for p in model.parameters() if p.requires_grad and p.dim() >= 2]
+    vectors = [p for p in model.parameters() if p.requires_grad and p.dim() < 2]
+    groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, lr=lr, betas=betas, eps=eps)
+
+
+def learning_rate(
+    update: int,
+    peak: float,
+    warmup: int,
+    total: int,
+    schedule: Literal["constant", "linear", "cosine"],
+) -> float:
+    """Learning rate of optimizer update number `update` (0-based): linear warm-up, then the schedule down to 0 at `total`.
+
+    A pure function of the update number: resuming needs no scheduler state.
+    """
+    if update < warmup:
+        return peak * (update + 1) / warmup
+    if schedule == "constant":
+        return peak
+    progress = min((update - warmup) / max(total - warmup, 1), 1.0)
+    return peak * (1.0 - progress if schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress)))
+
+
+def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float) -> Tensor:
+    """Global L2 norm of all gradients (0-dim fp32), which are scaled down to `max_norm` if it is positive and exceeded.
+
+    A non-finite norm leaves the gradients as they are: the caller skips that update.
+    """
+    parameters = [p for p in parameters if p.grad is not None]
+    norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+    if max_norm > 0 and bool(torch.isfinite(norm)):
+        torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
+    return norm
