@@ -2,10 +2,11 @@
 
     y = quantize_input(x) @ effective_weight().T
 
-`effective_weight` is what the matmul multiplies: by default the fp32 master weight cast to the activation dtype (an explicit
-cast, no autocast), in the quantized learner the value of its 4-bit codes. `quantize_input` is the identity by default.
+`effective_weight` is what the matmul multiplies: by default the fp32 master weight cast to the activation dtype (an
+explicit cast, no autocast), in the quantized learner the value of its 4-bit codes. `quantize_input` is the identity by
+default.
 
-Shapes: T tokens, N output features, K input features (the dimension that is summed, and along which blocks are quantized).
+Shapes: T tokens, N output features, K input features (the summed dimension, along which blocks are quantized).
 """
 
 from typing import Literal
@@ -18,7 +19,8 @@ Site = Literal["qkv", "o", "router", "lm_head"]
 
 
 class Linear(nn.Module):
-    """`weight` is [N, K], in Hugging Face orientation. `site` names the place of the layer, for quantization and its banner."""
+    """`weight` is [N, K], as Hugging Face stores it. `site` names the layer's place, for quantization and its
+    banner."""
 
     def __init__(self, in_features: int, out_features: int, site: Site) -> None:
         super().__init__()

@@ -1,13 +1,14 @@
-"""The mixture of experts: an fp32 router, SwiGLU experts with seams for low precision, and the local dispatch between them.
+"""The mixture of experts: an fp32 router, SwiGLU experts with seams for low precision, and the dispatch between them.
 
-    router    p = softmax(x W_r^T) in fp32; a token goes to its top_k experts; the gates are p at those experts, renormalised
-              to sum to one when `norm_topk_prob`
+    router    p = softmax(x W_r^T) in fp32; a token goes to its top_k experts; the gates are p at those experts,
+              renormalised to sum to one when `norm_topk_prob`
     expert e  y = (silu(x W_gate^T) * (x W_up^T)) W_down^T
     output    sum over the chosen experts of gate * y
 
-Rows are sorted by expert, so that each expert's weights meet its rows in one matmul. The sum over a token's experts runs in
-the order of its own top-k list, so it does not depend on the other tokens of the batch. Router replay: given expert ids are
-used instead of the top-k, and the gates are gathered from the live router probabilities, so that the router keeps its gradient.
+Rows are sorted by expert, so that each expert's weights meet its rows in one matmul. The sum over a token's experts
+runs in the order of its own top-k list, so it does not depend on the other tokens of the batch. Router replay: given
+expert ids are used instead of the top-k, and the gates are gathered from the live router probabilities, so that the
+router keeps its gradient.
 
 Left out: auxiliary balance losses (RL fine-tunes a balanced router) and shared experts (Qwen3-MoE has none).
 
@@ -26,7 +27,7 @@ MatmulMode = Literal["grouped", "loop"]
 
 
 class Router(nn.Module):
-    """Chooses experts. The weight is cast to the activation dtype first (what a rollout engine stores), then used in fp32."""
+    """Chooses experts. The weight is rounded to the activation dtype (what a rollout stores) and then used in fp32."""
 
     def __init__(self, hidden_size: int, num_experts: int, top_k: int, norm_topk_prob: bool) -> None:
         super().__init__()
@@ -111,10 +112,11 @@ def expert_matmul(x_RK: Tensor, w_ENK: Tensor, offsets_E: Tensor, mode: MatmulMo
 
 
 class Experts(nn.Module):
-    """All experts of a layer in two fused parameters: gate_up_proj [E, 2I, H] (gate rows first) and down_proj [E, H, I].
+    """All experts of a layer in two fused parameters: gate_up_proj [E, 2I, H], gate rows first, and down_proj [E, H,
+    I].
 
-    Seams, as in `Linear`: `effective_weights` and `quantize_input`. Site "w13" sees the tokens before dispatch, so that each
-    is quantized once and one selection of channels holds for all of them; site "w2" sees the dispatched rows.
+    Seams, as in `Linear`: `effective_weights` and `quantize_input`. Site "w13" sees the tokens before dispatch, so that
+    each is quantized once and one selection of channels holds for all; site "w2" sees the dispatched rows.
     """
 
     def __init__(self, hidden_size: int, intermediate_size: int, num_experts: int) -> None:

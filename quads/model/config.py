@@ -1,0 +1,223 @@
+"""The shape of a model: what a Hugging Face config.json says, and the architectures that can be had by name."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from quads.errors import UserError
+
+# Without the qk-norm no published class has this layout, so such a folder carries a model type of its own.
+HF_MODEL_TYPE = {True: "qwen3_moe", False: "quads_moe"}
+HF_ARCHITECTURE = {True: "Qwen3MoeForCausalLM", False: "QuadsMoeForCausalLM"}
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Qwen3-MoE compatible decoder. Every layer is attention and a mixture of experts.
+
+    Example: `ModelConfig(vocab_size=512, hidden_size=64, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=16,
+    moe_intermediate_size=32, num_experts=8, top_k=2)`
+    """
+
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    moe_intermediate_size: int
+    num_experts: int
+    top_k: int
+    norm_topk_prob: bool = True  # gates of the chosen experts sum to one
+    qk_norm: bool = True  # RMSNorm over each head of q and k before RoPE
+    rope_theta: float = 1e6
+    rms_norm_eps: float = 1e-6
+    tie_embeddings: bool = False
+    max_position: int = 40960  # longest sequence the model is meant for; nothing is allocated from it
+    eos_token_ids: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        sizes = (
+            "vocab_size hidden_size num_layers num_heads num_kv_heads head_dim moe_intermediate_size num_experts top_k"
+        )
+        for name in sizes.split():
+            if getattr(self, name) < 1:
+                raise UserError(f"model config: {name} is {getattr(self, name)}; it must be at least 1")
+        if self.num_heads % self.num_kv_heads:
+            raise UserError(
+                f"model config: {self.num_heads} heads cannot share {self.num_kv_heads} key-value heads evenly; "
+                "num_attention_heads must be a multiple of num_key_value_heads"
+            )
+        if self.head_dim % 2:
+            raise UserError(f"model config: head_dim is {self.head_dim}; rotary embeddings need an even number")
+        if self.top_k > self.num_experts:
+            raise UserError(
+                f"model config: {self.top_k} experts per token out of {self.num_experts}; at most all of them"
+            )
+
+    @classmethod
+    def from_hf(cls, raw: dict[str, Any], where: str = "config.json") -> "ModelConfig":
+        """Reads the fields of a Hugging Face config. `where` names the file in messages."""
+        _refuse_unsupported(raw, where)
+        rope = raw.get("rope_parameters") or {}  # transformers 5 nests what 4 wrote as `rope_theta`
+        eos = raw.get("eos_token_id")
+        heads = _field(raw, "num_attention_heads", where)
+        hidden = _field(raw, "hidden_size", where)
+        return cls(
+            vocab_size=_field(raw, "vocab_size", where),
+            hidden_size=hidden,
+            num_layers=_field(raw, "num_hidden_layers", where),
+            num_heads=heads,
+            num_kv_heads=_field(raw, "num_key_value_heads", where),
+            head_dim=raw.get("head_dim") or hidden // heads,
+            moe_intermediate_size=_field(raw, "moe_intermediate_size", where),
+            num_experts=_field(raw, "num_experts", where),
+            top_k=_field(raw, "num_experts_per_tok", where),
+            # An absent key means the default of transformers' Qwen3MoeConfig, which is not always ours.
+            norm_topk_prob=raw.get("norm_topk_prob", False),
+            qk_norm=raw["model_type"] == HF_MODEL_TYPE[True],
+            rope_theta=float(raw.get("rope_theta", rope.get("rope_theta", 10000.0))),
+            rms_norm_eps=raw.get("rms_norm_eps", 1e-6),
+            tie_embeddings=raw.get("tie_word_embeddings", False),
+            max_position=raw.get("max_position_embeddings", 32768),
+            eos_token_ids=() if eos is None else tuple(eos) if isinstance(eos, list) else (eos,),
+        )
+
+    def to_hf(self) -> dict[str, Any]:
+        """The config.json that transformers' Qwen3MoeForCausalLM and vLLM load (with `qk_norm`; see HF_MODEL_TYPE)."""
+        return {
+            "architectures": [HF_ARCHITECTURE[self.qk_norm]],
+            "model_type": HF_MODEL_TYPE[self.qk_norm],
+            "vocab_size": self.vocab_size,
+            "hidden_size": self.hidden_size,
+            "num_hidden_layers": self.num_layers,
+            "num_attention_heads": self.num_heads,
+            "num_key_value_heads": self.num_kv_heads,
+            "head_dim": self.head_dim,
+            "moe_intermediate_size": self.moe_intermediate_size,
+            "num_experts": self.num_experts,
+            "num_experts_per_tok": self.top_k,
+            "norm_topk_prob": self.norm_topk_prob,
+            "rope_theta": self.rope_theta,
+            "rms_norm_eps": self.rms_norm_eps,
+            "tie_word_embeddings": self.tie_embeddings,
+            "max_position_embeddings": self.max_position,
+            "eos_token_id": self.eos_token_ids[0] if len(self.eos_token_ids) == 1 else list(self.eos_token_ids) or None,
+            # Fixed by this layout; written because readers take other values for granted.
+            "intermediate_size": self.moe_intermediate_size,
+            "hidden_act": "silu",
+            "attention_bias": False,
+            "attention_dropout": 0.0,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [],
+            "use_sliding_window": False,
+            "sliding_window": None,
+            "router_aux_loss_coef": 0.0,
+            "initializer_range": 0.02,
+            "use_cache": True,
+        }
+
+    def num_parameters(self) -> tuple[int, int]:
+        """(all parameters, those that one token meets)."""
+        attention = self.hidden_size * self.head_dim * 2 * (self.num_heads + self.num_kv_heads)
+        norms = 2 * self.hidden_size + (2 * self.head_dim if self.qk_norm else 0)
+        expert = 3 * self.hidden_size * self.moe_intermediate_size
+        router = self.num_experts * self.hidden_size
+        embeddings = self.vocab_size * self.hidden_size * (1 if self.tie_embeddings else 2)
+        shared = embeddings + self.hidden_size + self.num_layers * (attention + norms + router)
+        layers = self.num_layers * expert
+        return shared + layers * self.num_experts, shared + layers * self.top_k
+
+
+ARCHITECTURES: dict[str, ModelConfig] = {
+    # A few hundred thousand parameters: learns small tasks on one CPU core.
+    "tiny": ModelConfig(
+        vocab_size=512,
+        hidden_size=64,
+        num_layers=2,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=16,
+        moe_intermediate_size=64,
+        num_experts=8,
+        top_k=2,
+        rope_theta=1e4,
+        max_position=512,
+    ),
+    # 25.5B parameters, 2.9B active.
+    "moe25b_a3b": ModelConfig(
+        vocab_size=151936,
+        hidden_size=2048,
+        num_layers=40,
+        num_heads=32,
+        num_kv_heads=4,
+        head_dim=128,
+        moe_intermediate_size=768,
+        num_experts=128,
+        top_k=8,
+        eos_token_ids=(151645,),
+    ),
+    # The published Qwen3-30B-A3B: 30.5B parameters, 3.3B active.
+    "qwen3_30b_a3b": ModelConfig(
+        vocab_size=151936,
+        hidden_size=2048,
+        num_layers=48,
+        num_heads=32,
+        num_kv_heads=4,
+        head_dim=128,
+        moe_intermediate_size=768,
+        num_experts=128,
+        top_k=8,
+        eos_token_ids=(151645,),
+    ),
+}
+
+
+def load_config(folder: str | Path) -> ModelConfig:
+    """Reads config.json of a Hugging Face folder. Raises UserError for a missing, broken or incompatible file."""
+    path = Path(folder) / "config.json"
+    if not path.is_file():
+        raise UserError(
+            f"no model at {folder}: {path} does not exist; give a folder with config.json and safetensors files"
+        )
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise UserError(f"{path} is not valid JSON ({error}); save the model again") from None
+    if not isinstance(raw, dict):
+        raise UserError(f"{path} does not hold a JSON object; save the model again")
+    return ModelConfig.from_hf(raw, str(path))
+
+
+def _field(raw: dict[str, Any], name: str, where: str) -> Any:
+    if not isinstance(raw.get(name), int):
+        raise UserError(f"{where}: {name} is {raw.get(name, 'missing')}; a Qwen3-MoE config has a whole number there")
+    return raw[name]
+
+
+def _refuse_unsupported(raw: dict[str, Any], where: str) -> None:
+    """Every field that would change the computation into one that this decoder does not do."""
+    model_type = raw.get("model_type")
+    if model_type not in HF_MODEL_TYPE.values():
+        raise UserError(
+            f"{where}: model_type is {model_type!r}; only {' and '.join(HF_MODEL_TYPE.values())} are supported"
+        )
+    rope = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
+    rope_type = rope.get("rope_type", rope.get("type", "default"))
+    refused = {
+        "attention_bias": raw.get("attention_bias", False),
+        "use_sliding_window": raw.get("use_sliding_window", False),
+        "mlp_only_layers": raw.get("mlp_only_layers") or [],
+        "decoder_sparse_step": raw.get("decoder_sparse_step", 1) != 1 and raw["decoder_sparse_step"],
+        "hidden_act": raw.get("hidden_act", "silu") != "silu" and raw["hidden_act"],
+        "rope_scaling": rope_type != "default" and rope_type,
+        "partial_rotary_factor": rope.get("partial_rotary_factor", 1.0) != 1.0 and rope["partial_rotary_factor"],
+        "attention_dropout": raw.get("attention_dropout", 0.0),
+        "quantization_config": raw.get("quantization_config"),
+    }
+    for name, value in refused.items():
+        if value:
+            raise UserError(
+                f"{where}: {name} = {value} is not supported; the model must be a plain Qwen3-MoE checkpoint"
+            )

@@ -1,0 +1,87 @@
+"""Log-probabilities of given tokens, without ever holding all logits.
+
+    logprob_t = log softmax(logits_t / temperature)[target_t]        entropy_t = -sum_v p_tv log p_tv
+
+At a vocabulary of 151,936 the fp32 logits of 4,096 tokens are 2.3 GiB, and autograd would keep several such tensors.
+Here logits exist for one chunk of tokens at a time; backward computes them again and adds the weight's gradient up in
+fp32 over the chunks. The sampler draws from the same distribution, so learner and rollout log-probs mean the same
+thing.
+
+Logits are the product of hidden states and weights in the activation dtype, accumulated and kept in fp32 (bf16 logits
+would be off by 0.4 %, far more than the gap between learner and rollout that this project measures).
+
+Shapes: T tokens, H hidden, V vocabulary, C tokens of a chunk.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def _product(a: Tensor, b: Tensor) -> Tensor:
+    """a @ b accumulated and returned in fp32 (float64 for float64), operands in their own dtype."""
+    if a.dtype in (torch.float32, torch.float64):
+        return a @ b
+    if a.is_cuda:
+        return torch.mm(a, b, out_dtype=torch.float32)
+    return a.float() @ b.float()  # the CPU has no mixed product; bf16 products are exact in fp32
+
+
+def output_logits(hidden_TH: Tensor, weight_VH: Tensor) -> Tensor:
+    """Logits [T, V] in fp32 (float64 for float64). `weight_VH` has the dtype of the hidden states."""
+    return _product(hidden_TH, weight_VH.t())
+
+
+class _TokenLogprobs(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, hidden_TH: Tensor, weight_VH: Tensor, targets_T: Tensor, temperature: float, chunk: int
+    ) -> tuple[Tensor, Tensor]:
+        weight = weight_VH.to(hidden_TH.dtype)
+        logprobs, entropies, normalizers = [], [], []
+        for hidden_CH, targets_C in zip(hidden_TH.split(chunk), targets_T.split(chunk), strict=True):
+            logits_CV = output_logits(hidden_CH, weight) / temperature
+            normalizer_C = logits_CV.logsumexp(-1)
+            logprobs.append(logits_CV.gather(-1, targets_C[:, None]).squeeze(-1) - normalizer_C)
+            mean_logit_C = ((logits_CV - normalizer_C[:, None]).exp() * logits_CV).sum(-1)
+            entropies.append(normalizer_C - mean_logit_C)
+            normalizers.append(normalizer_C)
+        logprobs_T, entropy_T = torch.cat(logprobs), torch.cat(entropies)
+        ctx.save_for_backward(hidden_TH, weight_VH, targets_T, torch.cat(normalizers), entropy_T)
+        ctx.temperature, ctx.chunk = temperature, chunk
+        return logprobs_T, entropy_T
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
+        hidden_TH, weight_VH, targets_T, normalizer_T, entropy_T = ctx.saved_tensors
+        weight = weight_VH.to(hidden_TH.dtype)
+        grad_hidden_TH = torch.empty_like(hidden_TH)
+        grad_weight_VH = torch.zeros(weight_VH.shape, dtype=normalizer_T.dtype, device=weight_VH.device)
+        for start in range(0, hidden_TH.shape[0], ctx.chunk):
+            rows = slice(start, start + ctx.chunk)
+            hidden_CH, targets_C1 = hidden_TH[rows], targets_T[rows, None]
+            grad_logprob_C1, grad_entropy_C1 = grads[0][rows, None], grads[1][rows, None]
+            logp_CV = output_logits(hidden_CH, weight) / ctx.temperature - normalizer_T[rows, None]
+            # d logprob / d z_v = [v = target] - p_v        d entropy / d z_v = -p_v (log p_v + entropy)
+            grad_CV = -logp_CV.exp() * (grad_logprob_C1 + grad_entropy_C1 * (logp_CV + entropy_T[rows, None]))
+            grad_CV.scatter_add_(-1, targets_C1, grad_logprob_C1.to(grad_CV.dtype))
+            grad_CV = (grad_CV / ctx.temperature).to(hidden_TH.dtype)
+            grad_hidden_TH[rows] = grad_CV @ weight
+            grad_weight_VH += _product(grad_CV.t(), hidden_CH)
+        return grad_hidden_TH, grad_weight_VH.to(weight_VH.dtype), None, None, None
+
+
+def token_logprobs(
+    hidden_TH: Tensor, lm_head_weight: Tensor, targets_T: Tensor, temperature: float = 1.0, chunk: int = 1024
+) -> tuple[Tensor, Tensor]:
+    """Log-prob of each target and entropy of each distribution, both fp32 [T] (float64 for float64 hidden states).
+
+    `lm_head_weight` [V, H] is the master weight (`model.output_weight()`); `targets_T` int64, any valid id where the
+    result is not used. `chunk` is the number of tokens whose logits exist at the same time. Both results are
+    differentiable in the hidden states and the weight.
+    """
+    if hidden_TH.shape[0] == 0:
+        empty = hidden_TH.new_zeros(0, dtype=torch.float64 if hidden_TH.dtype == torch.float64 else torch.float32)
+        return empty, empty.clone()
+    return _TokenLogprobs.apply(hidden_TH, lm_head_weight, targets_T, temperature, chunk)  # type: ignore[return-value]
