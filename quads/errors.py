@@ -1,6 +1,7 @@
 """Errors that are the user's to fix: one clear message that names the fix, exit code 2, no traceback."""
 
 import functools
+import os
 import sys
 from collections.abc import Callable
 from typing import ParamSpec, TypeVar
@@ -14,14 +15,18 @@ class UserError(Exception):
 
 
 def main_guard(main: Callable[P, R]) -> Callable[P, R]:
-    """Wrap a command-line entry point: `UserError` becomes `error: ...` on stderr and exit code 2."""
+    """Wrap a command-line entry point: `UserError` becomes `error: ...` on stderr and exit code 2.
+
+    Under torchrun, where all processes read the same bad input, the first of each machine reports for all.
+    """
 
     @functools.wraps(main)
     def guarded(*args: P.args, **kwargs: P.kwargs) -> R:
         try:
             return main(*args, **kwargs)
         except UserError as error:
-            print(f"error: {error}", file=sys.stderr, flush=True)
+            if os.environ.get("LOCAL_RANK", "0") == "0":
+                print(f"error: {error}", file=sys.stderr, flush=True)
             raise SystemExit(2) from None
 
     return guarded

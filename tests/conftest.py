@@ -1,4 +1,4 @@
-"""Tests whose marker names hardware that is missing are skipped with the reason; every test starts from the same seed."""
+"""Tests marked for hardware that is missing are skipped with the reason; every test starts from the same seed."""
 
 import random
 

@@ -22,7 +22,8 @@ def assert_close(actual: Tensor, expected: Tensor, *, atol: float, rtol: float =
         first = tuple(bad.nonzero()[0].tolist())
         raise AssertionError(
             f"{int(bad.sum())} of {bad.numel()} elements differ by more than {atol} + {rtol} * |expected|; "
-            f"largest difference {error.nan_to_num(torch.inf).max():.3e}; first at {first}: {a[first]} against {e[first]}"
+            f"largest difference {error.nan_to_num(torch.inf).max():.3e}; "
+            f"first at {first}: {a[first]} against {e[first]}"
         )
 
 

@@ -1,0 +1,193 @@
+"""Processes, devices, meshes and seeds: what `torchrun` starts, and a plain `python` with one process.
+
+    with init_distributed(cfg.parallel, cfg.train) as world:
+        ...                                  # world.device, world.rank, world.size, world.print(...)
+
+One process has no process group at all; the collectives below are then the identity. With more, an exception on any
+rank ends the job: the first rank to fail reports, the others (whose collectives break when their peer is gone) stay
+quiet, and torchrun ends whoever is left.
+
+Meshes (all sizes are numbers of processes, replicate * fsdp = world, efsdp = fsdp / ep):
+
+    world   (replicate, efsdp, ep)   every process once
+    dense   (replicate, fsdp)        shards attention, embeddings, router: FSDP over efsdp x ep
+    expert  (replicate, efsdp)       shards the experts that one ep rank owns
+    ep      (ep,)                    exchanges tokens between the owners of experts
+"""
+
+import hashlib
+import os
+import random
+import sys
+import time
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Literal
+
+import numpy
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.rendezvous import rendezvous
+
+from quads.config_sections import ParallelSettings, TrainSettings
+from quads.errors import UserError
+
+COLLECTIVE_TIMEOUT = timedelta(minutes=30)  # a rank may wait this long for another that still generates
+REPORT_GRACE_S = 5.0  # a rank that failed after another leaves later, so that torchrun names the right one
+
+
+@dataclass(frozen=True)
+class Meshes:
+    """See the table at the top of this file."""
+
+    world: DeviceMesh
+    dense: DeviceMesh
+    expert: DeviceMesh
+    ep: DeviceMesh
+
+
+@dataclass(frozen=True)
+class Distributed:
+    """This process among all. `meshes` is None with one process: the model then is not wrapped at all."""
+
+    rank: int
+    size: int
+    device: torch.device
+    seed: int
+    meshes: Meshes | None = None
+
+    @property
+    def is_main(self) -> bool:
+        """Rank 0 alone writes files and prints."""
+        return self.rank == 0
+
+    def print(self, *words: object) -> None:
+        if self.is_main:
+            print(*words, flush=True)
+
+    def barrier(self) -> None:
+        if self.size > 1:
+            dist.barrier()
+
+    def all_reduce(self, tensor: Tensor, op: Literal["sum", "max"] = "sum") -> Tensor:
+        """Reduce `tensor` in place over all processes, and return it."""
+        if self.size > 1:
+            dist.all_reduce(tensor, dist.ReduceOp.SUM if op == "sum" else dist.ReduceOp.MAX)
+        return tensor
+
+    def any(self, flag: bool) -> bool:
+        """Whether `flag` is true on any process. All processes must call it, at the same point."""
+        return bool(self.all_reduce(torch.tensor(float(flag), device=self.device), "max"))
+
+    def generator(self, *names: object, shared: bool = False) -> torch.Generator:
+        """A fresh generator on this device for the part `names`, such as ("eval", step).
+
+        Its seed is a pure function of (train.seed, names) and, unless `shared`, the rank: nothing to save for a resume.
+        """
+        seed = derive_seed(self.seed, *names, *(() if shared else ("rank", self.rank)))
+        return torch.Generator(self.device).manual_seed(seed)
+
+
+@contextmanager
+def init_distributed(parallel: ParallelSettings, train: TrainSettings) -> Iterator[Distributed]:
+    """Join the processes that torchrun started (or be alone), seed every library, and leave cleanly.
+
+    Raises:
+        UserError: no such device, or [parallel] does not multiply to the number of processes.
+    """
+    rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    device = choose_device(train.device, local_rank)
+    seed_libraries(train.seed, rank)
+    fsdp = _fsdp_size(parallel, size)
+    if size == 1:
+        yield Distributed(rank, size, device, train.seed)
+        return
+    store, _, _ = next(iter(rendezvous("env://", timeout=COLLECTIVE_TIMEOUT)))
+    backend = "cuda:nccl,cpu:gloo" if device.type == "cuda" else "gloo"
+    dist.init_process_group(
+        backend,
+        store=PrefixStore("quads", store),
+        rank=rank,
+        world_size=size,
+        timeout=COLLECTIVE_TIMEOUT,
+        device_id=device if device.type == "cuda" else None,
+    )
+    try:
+        meshes = build_meshes(device.type, parallel.replicate, fsdp, parallel.ep)
+        yield Distributed(rank, size, device, train.seed, meshes)
+        dist.barrier()  # a rank that leaves first would break its peers' last collectives
+        dist.destroy_process_group()
+    except Exception as error:
+        _leave_after(error, rank, size, store)
+
+
+def build_meshes(device_type: str, replicate: int, fsdp: int, ep: int) -> Meshes:
+    """Device meshes over all replicate * fsdp processes; each ep group is `ep` neighbouring ranks."""
+    world = init_device_mesh(device_type, (replicate, fsdp // ep, ep), mesh_dim_names=("replicate", "efsdp", "ep"))
+    if replicate == 1:  # FSDP reads a second dimension as HSDP and would all-reduce over it
+        return Meshes(
+            world, init_device_mesh(device_type, (fsdp,), mesh_dim_names=("fsdp",)), world["efsdp"], world["ep"]
+        )
+    dense = init_device_mesh(device_type, (replicate, fsdp), mesh_dim_names=("replicate", "fsdp"))
+    return Meshes(world, dense, world["replicate", "efsdp"], world["ep"])
+
+
+def choose_device(name: str, local_rank: int) -> torch.device:
+    """[train] device and the rank on this machine -> the device, which becomes CUDA's current one."""
+    num_gpus = torch.cuda.device_count()
+    if name == "cpu" or (name == "auto" and num_gpus == 0):
+        return torch.device("cpu")
+    if num_gpus == 0:
+        raise UserError("[train] device = 'cuda' but torch sees no GPU; use cpu, or install a CUDA build of torch")
+    if local_rank >= num_gpus:
+        raise UserError(f"more processes than GPUs here; start torchrun with --nproc_per_node={num_gpus} or fewer")
+    torch.cuda.set_device(local_rank)
+    return torch.device("cuda", local_rank)
+
+
+def derive_seed(*names: object) -> int:
+    """A 63-bit seed for ("part", 3, ...): the same on every machine, unrelated for different names."""
+    digest = hashlib.blake2b("/".join(map(str, names)).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+def seed_libraries(seed: int, rank: int) -> None:
+    """Global generators of Python, NumPy and torch (all devices), different on every rank."""
+    derived = derive_seed(seed, "libraries", rank)
+    random.seed(derived)
+    numpy.random.seed(derived % 2**32)
+    torch.manual_seed(derived)
+
+
+def _fsdp_size(parallel: ParallelSettings, size: int) -> int:
+    fsdp = parallel.fsdp or size // parallel.replicate
+    if parallel.replicate * fsdp != size or fsdp % parallel.ep:
+        raise UserError(
+            f"[parallel] replicate = {parallel.replicate}, fsdp = {parallel.fsdp}, ep = {parallel.ep} do not fit "
+            f"{size} processes; replicate * fsdp must equal their number, and ep must divide fsdp"
+        )
+    return fsdp
+
+
+def _leave_after(error: Exception, rank: int, size: int, store: Store) -> None:
+    """End this process after `error`, with a report only if no other rank failed before."""
+    try:
+        first = store.add("quads/failed", 1) == 1
+    except RuntimeError:  # rank 0 held the store and is gone
+        first = False
+    if first and isinstance(error, UserError):
+        print(f"error: {error} (rank {rank} of {size})", file=sys.stderr, flush=True)
+    elif first:
+        traceback.print_exception(error)
+        print(f"error: rank {rank} of {size} failed; the job ends", file=sys.stderr, flush=True)
+    if not first:
+        time.sleep(REPORT_GRACE_S)
+    # No cleanup: peers may be stuck in collectives, and destroying the group would wait for them.
+    os._exit(2 if isinstance(error, UserError) else 1)
