@@ -22,12 +22,14 @@ same numbers.
 
 No step multiplies and then adds, so there is nothing for a compiler to contract into a fused multiply-add. The two
 divisions are another matter: eager torch divides exactly on CPU and CUDA, compiled GPU code may not, so do not
-compile `quantize` (`dequantize` only multiplies and compiles safely).
+compile `quantize` (`dequantize` only multiplies and compiles safely; fake_quant.py has a form of `qdq_rows` that
+stays eager there).
 
 Shape suffixes here: K elements, B = ceil(K / 16) blocks. "..." is any number of leading dimensions.
 """
 
 import functools
+import math
 from typing import Literal
 
 import torch
@@ -74,6 +76,20 @@ def finite_amax(x: Tensor, dim: int | tuple[int, ...] | None = None) -> Tensor:
     return a.amax() if a.numel() else a.new_zeros(())
 
 
+def pow2_scale(amax: Tensor, limit: float) -> Tensor:
+    """The smallest power of two s >= 2**-126 with s * limit >= amax, fp32; 1 where amax is 0.
+
+    amax: fp32, finite, >= 0. Read from the bits: no logarithm, no rounding.
+    """
+    significand, exponent = math.frexp(limit)  # limit = significand * 2**exponent, 0.5 <= significand < 1
+    fraction = int((2 * significand - 1) * 2**23)
+    bits = amax.view(torch.int32)
+    # amax / limit rounds up to the next power of two where the significand of amax is larger than that of limit.
+    # Subnormal amax ends at the clamp.
+    field = ((bits >> 23) + ((bits & 0x7FFFFF) > fraction) - (exponent - 1)).clamp(min=1)
+    return (torch.where(amax == 0, 127, field) << 23).view(torch.float32)
+
+
 def global_scale(amax: Tensor, mode: GlobalScaleMode = "pow2") -> tuple[Tensor, Tensor]:
     """(g, gs), both fp32 and shaped like `amax`: the decode scale and the encode scale it comes from.
 
@@ -81,13 +97,8 @@ def global_scale(amax: Tensor, mode: GlobalScaleMode = "pow2") -> tuple[Tensor, 
     scale, because 1 / g does not always give it back. In mode "pow2" it does.
     """
     if mode == "pow2":
-        # 2688 = 1.3125 * 2**11, so ceil(log2(amax / 2688)) is the exponent of amax, minus 11, plus one where the
-        # significand of amax exceeds 1.3125. Read from the bits: no logarithm, no rounding. Subnormal amax ends at
-        # the clamp.
-        bits = amax.view(torch.int32)
-        exponent = ((bits >> 23) - 11 + ((bits & 0x7FFFFF) > 0x280000).int()).clamp(min=1)
-        exponent = torch.where(amax == 0, 127, exponent)
-        return (exponent << 23).view(torch.float32), ((254 - exponent) << 23).view(torch.float32)
+        g = pow2_scale(amax, RANGE)
+        return g, g.reciprocal()
     if mode == "amax":
         # A tensor numerator: torch turns `number / tensor` into number * (1 / tensor), which rounds twice.
         gs = torch.where(amax == 0, 1.0, (torch.full_like(amax, RANGE) / amax).clamp(max=FLT_MAX))
@@ -105,8 +116,13 @@ def encode_e2m1(y: Tensor) -> Tensor:
 
 
 def decode_e2m1(codes: Tensor) -> Tensor:
-    """fp32 values of E2M1 codes (any integer dtype, 0..15), same shape."""
-    return _values(codes.device)[codes.int()]
+    """fp32 values of E2M1 codes (any integer dtype, 0..15), same shape.
+
+    An E2M1 number is the sign, the low exponent bits and the top mantissa bit of an fp16 number 2**14 times smaller. No
+    table, so that it compiles.
+    """
+    codes = codes.to(torch.int16)
+    return ((codes & 7) << 9 | (codes & 8) << 12).view(torch.float16).float() * 2.0**14
 
 
 def pack_codes(codes: Tensor) -> Tensor:
