@@ -7,6 +7,7 @@ the place and the fix. This module imports no torch, so that `--help` and config
 
 import dataclasses
 import json
+import tomllib
 from collections import deque
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -140,6 +141,20 @@ def config_to_toml(cfg: Config) -> str:
         toml_table(f"sources.{toml_key(name)}", dataclasses.asdict(source)) for name, source in cfg.sources.items()
     ]
     return "\n".join(parts)
+
+
+def config_changes(old: str, new: str) -> list[str]:
+    """Lines `section.key: old -> new` for what differs between two texts of `config_to_toml`."""
+    before, after = (_flat("", tomllib.loads(text)) for text in (old, new))
+    names = [name for name in {**before, **after} if before.get(name) != after.get(name)]
+    return [f"{name}: {before.get(name, 'absent')!r} -> {after.get(name, 'absent')!r}" for name in names]
+
+
+def _flat(prefix: str, table: dict[str, Any]) -> dict[str, Any]:
+    flat = {}
+    for name, value in table.items():
+        flat |= _flat(f"{prefix}{name}.", value) if isinstance(value, dict) else {f"{prefix}{name}": value}
+    return flat
 
 
 def describe_keys() -> str:

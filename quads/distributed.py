@@ -18,6 +18,7 @@ Meshes (all sizes are numbers of processes, replicate * fsdp = world, efsdp = fs
 import hashlib
 import os
 import random
+import signal
 import sys
 import time
 import traceback
@@ -25,7 +26,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Literal
+from typing import Any, Literal
 
 import numpy
 import torch
@@ -128,6 +129,41 @@ def init_distributed(parallel: ParallelSettings, train: TrainSettings) -> Iterat
         _leave_after(error, rank, size, store)
 
 
+class StopRequest:
+    """Whether SIGTERM arrived, on any process."""
+
+    def __init__(self) -> None:
+        self.received = False
+
+    @property
+    def requested(self) -> bool:
+        """Agreed over all processes (signals arrive at different moments): all must ask at the same point."""
+        if dist.is_initialized():
+            device = "cuda" if "nccl" in dist.get_backend() else "cpu"
+            flag = torch.tensor(float(self.received), device=device)
+            dist.all_reduce(flag, dist.ReduceOp.MAX)
+            return bool(flag)
+        return self.received
+
+
+@contextmanager
+def stop_requested() -> Iterator[StopRequest]:
+    """Within, SIGTERM only sets a flag: the loop finishes its step, saves and leaves with exit code 0.
+
+    torchrun passes the signal on and kills its processes after 30 s, or TORCH_ELASTIC_SHUTDOWN_TIMEOUT seconds.
+    """
+    stop = StopRequest()
+
+    def receive(signum: int, frame: Any) -> None:
+        stop.received = True
+
+    previous = signal.signal(signal.SIGTERM, receive)
+    try:
+        yield stop
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+
+
 def build_meshes(device_type: str, replicate: int, fsdp: int, ep: int) -> Meshes:
     """Device meshes over all replicate * fsdp processes; each ep group is `ep` neighbouring ranks."""
     world = init_device_mesh(device_type, (replicate, fsdp // ep, ep), mesh_dim_names=("replicate", "efsdp", "ep"))
@@ -191,3 +227,8 @@ def _leave_after(error: Exception, rank: int, size: int, store: Store) -> None:
         time.sleep(REPORT_GRACE_S)
     # No cleanup: peers may be stuck in collectives, and destroying the group would wait for them.
     os._exit(2 if isinstance(error, UserError) else 1)
+
+
+def in_process_group() -> bool:
+    """Whether this process is one of a group: False for a plain `python` with one process."""
+    return dist.is_available() and dist.is_initialized()
