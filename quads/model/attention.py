@@ -144,6 +144,7 @@ class PackedContext:
 @dataclass
 class KVCache:
     """Preallocated keys and values. A slot holds one sequence; its first `length` entries are valid, the rest is stale.
+    Stale cells get weight zero in attention, so they must be finite: the cache starts as zeros.
 
     Example: 2 layers, 256 slots of 512 tokens, 4 key-value heads of 128 in bf16: two tensors of 0.25 GiB.
     """

@@ -62,6 +62,8 @@ class ModelConfig:
         _refuse_unsupported(raw, where)
         rope = raw.get("rope_parameters") or {}  # transformers 5 nests what 4 wrote as `rope_theta`
         eos = raw.get("eos_token_id")
+        if "num_local_experts" in raw:  # so named by transformers 5
+            raw = {"num_experts": raw["num_local_experts"], **raw}
         heads = _field(raw, "num_attention_heads", where)
         hidden = _field(raw, "hidden_size", where)
         return cls(

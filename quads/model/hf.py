@@ -103,7 +103,7 @@ class HFCheckpoint:
 @torch.no_grad()
 def load_hf(folder: str | Path, model: MoEDecoder) -> None:
     """Copies the weights of a folder into a model of that shape, in place. Nothing is written if anything is wrong."""
-    _same_shape(folder, model)
+    check_same_shape(folder, model)
     checkpoint = HFCheckpoint(folder, model.config)
     for name, parameter in model.named_parameters():
         parameter.copy_(checkpoint.tensor(name))
@@ -191,7 +191,7 @@ def _shards(tensors: Iterable[tuple[str, Tensor]], dtype: torch.dtype, shard_byt
     yield shard
 
 
-def _same_shape(folder: str | Path, model: MoEDecoder) -> None:
+def check_same_shape(folder: str | Path, model: MoEDecoder) -> None:
     """A folder of other sizes is the user's mix-up; the message names the first field that differs."""
     wanted, found = model.config, load_config(folder)
     computed = ("norm_topk_prob", "qk_norm", "rope_theta", "rms_norm_eps", "tie_embeddings")

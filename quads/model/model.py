@@ -13,6 +13,9 @@ Norms, the router and the logits compute in fp32, or in float64 if the activatio
 Shapes: T tokens, H hidden, V vocabulary, N query heads, G key-value heads, D head_dim, A experts a token, P = D / 2.
 """
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -151,11 +154,17 @@ class MoEDecoder(nn.Module):
         return output_logits(hidden_TH, self.output_weight().to(hidden_TH.dtype))
 
     @torch.no_grad()
-    def init_weights(self, generator: torch.Generator | None = None) -> None:
-        """Normal weights of std 0.02, norms at one. Draws on the generator's device, in parameter order."""
+    def init_weights(
+        self, generator: torch.Generator | None = None, write: Callable[[Tensor, Tensor], Any] = Tensor.copy_
+    ) -> None:
+        """Normal weights of std 0.02, norms at one. Draws on the generator's device, in parameter order.
+
+        `write(parameter, values)` stores the values; a sharded model keeps its part of them.
+        """
         for parameter in self.parameters():
             if parameter.dim() == 1:
                 parameter.fill_(1.0)
                 continue
             device = parameter.device if generator is None else generator.device
-            parameter.copy_(torch.empty(parameter.shape, device=device).normal_(0.0, INIT_STD, generator=generator))
+            values = torch.empty(parameter.shape, device=device).normal_(0.0, INIT_STD, generator=generator)
+            write(parameter, values)

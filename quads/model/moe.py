@@ -103,12 +103,14 @@ def expert_matmul(x_RK: Tensor, w_ENK: Tensor, offsets_E: Tensor, mode: MatmulMo
     """
     if mode == "grouped":
         return F.grouped_mm(x_RK, w_ENK.transpose(1, 2), offs=offsets_E)
-    outputs, start = [], 0
-    for w_NK, end in zip(w_ENK.unbind(0), offsets_E.tolist(), strict=True):
-        if end > start:
-            outputs.append(x_RK[start:end] @ w_NK.t())
-        start = end
-    return torch.cat(outputs) if outputs else x_RK.new_zeros(0, w_ENK.shape[1])
+    ends = offsets_E.tolist()
+    groups = zip([0, *ends], ends, w_ENK.unbind(0), strict=False)  # the last end starts no group
+    return torch.cat([x_RK[start:end] @ w_NK.t() for start, end, w_NK in groups])
+
+
+def local_experts(weight: Tensor) -> Tensor:
+    """The experts of this process as a plain tensor: under expert parallelism a parameter is sharded over its
+    experts.""" to_local = getattr(weight, "to_local", None) return weight if to_local is None else to_local()
 
 
 class Experts(nn.Module):
@@ -128,7 +130,7 @@ class Experts(nn.Module):
 
     def effective_weights(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """(w13 [E, 2I, H], w2 [E, H, I]) that the matmuls multiply, in the activation dtype."""
-        return self.gate_up_proj.to(dtype), self.down_proj.to(dtype)
+        return local_experts(self.gate_up_proj).to(dtype), local_experts(self.down_proj).to(dtype)
 
     def quantize_input(self, site: ExpertSite, x: Tensor, live: Tensor | None = None) -> Tensor:
         """The activation that the matmul of `site` multiplies, same shape; `live` (bool) is False for padding rows."""
