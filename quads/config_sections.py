@@ -130,6 +130,7 @@ class SourceSettings:
         "scorer: the dataset's own (reasoning_gym), equal text, math-verify, or tests run in a sandbox",
         choices=("task", "exact", "math", "code"),
     )
+    percent_as_unit: bool = key(False, "reward math: 25% also answers 25, as where a question asks for a percentage")
     code_score: str = key(
         "all", "reward code: 1 if all tests pass, or the fraction that does", choices=("all", "fraction")
     )
@@ -146,8 +147,8 @@ class RewardSettings:
     """[reward]: the processes that score responses beside the rollout, and their limits."""
 
     workers: int = key(0, "processes of each kind; 0: one for each CPU core, at most 64", low=0)
-    math_time_s: float = key(
-        5.0, "seconds to judge one math answer; then its process is killed and it counts as wrong", above=0.0
+    judge_time_s: float = key(
+        5.0, "seconds to judge one answer (math, task); then the process is killed, reward 0", above=0.0
     )
     sandbox: str = key(
         "auto",

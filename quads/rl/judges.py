@@ -1,0 +1,74 @@
+"""The trainer's side of the judges: a pool of processes that score answers, each request under a time limit."""
+
+import json
+import os
+import pickle
+from concurrent.futures import Future
+from typing import Any
+
+from quads.rl.helpers import REPOSITORY, Helper, HelperPool, default_workers
+
+# A judge needs the interpreter and its packages, nothing of the user's environment.
+KEPT_VARIABLES = ("PATH", "LD_LIBRARY_PATH", "LANG", "TMPDIR", "HOME")
+
+
+class JudgePool:
+    """Scores by mathematics and by reasoning-gym's own rules, several at once. A judge that hangs is killed: reward 0.
+
+    Example: `JudgePool(2, 5.0).submit("math", "1/2", "so \\\\boxed{0.5}", False).result()` -> 1.0
+    """
+
+    def __init__(self, workers: int = 0, time_s: float = 5.0):
+        self.time_s = time_s
+        kept = {name: os.environ[name] for name in KEPT_VARIABLES if name in os.environ}
+        environment = {**kept, "PYTHONPATH": REPOSITORY, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+        self._pool = HelperPool(lambda: Helper(["-m", "quads.rl.judge"], environment), default_workers(workers))
+
+    def submit(self, *request: Any) -> "Future[float]":
+        """One request of `quads.rl.judge`; the future holds the reward."""
+        reply: Future[float] = Future()
+
+        def done(raw: "Future[bytes | None]") -> None:
+            if raw.cancelled():
+                reply.cancel()
+            elif error := raw.exception():
+                reply.set_exception(error)
+            else:
+                answer = raw.result()
+                reply.set_result(float(json.loads(answer)["reward"]) if answer else 0.0)
+
+        self._pool.submit(pickle.dumps(request), self.time_s).add_done_callback(done)
+        return reply
+
+    def close(self) -> None:
+        self._pool.close()
+
+
+class AnswerCheck:
+    """Which gold answers of a data set can be read as mathematics: a row whose answer cannot is worthless.
+
+    Plain numbers are known at sight; the rest goes to judges, once for each different text.
+    """
+
+    def __init__(self, workers: int = 0):
+        self.workers = workers
+        self._known: dict[str, bool] = {}
+        self._pool: JudgePool | None = None
+
+    def __call__(self, answers: list[str]) -> list[bool]:
+        """[number of answers], True where the answer can be read."""
+        unknown = [answer for answer in dict.fromkeys(answers) if answer not in self._known and not _plain(answer)]
+        if unknown:
+            self._pool = self._pool or JudgePool(self.workers)
+            futures = [self._pool.submit("readable", answer) for answer in unknown]
+            self._known.update({a: future.result() == 1.0 for a, future in zip(unknown, futures, strict=True)})
+        return [self._known.get(answer, True) for answer in answers]
+
+    def close(self) -> None:
+        if self._pool:
+            self._pool.close()
+
+
+def _plain(answer: str) -> bool:
+    """An integer or a decimal: nothing to check."""
+    return answer.isascii() and len(answer) < 100 and answer.lstrip("+-").replace(".", "", 1).isdigit()

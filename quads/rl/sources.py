@@ -1,0 +1,161 @@
+"""Rows from files and from the hub: JSONL read here, everything else through Hugging Face `datasets`.
+
+A source is read once, checked (rows.py) and filtered (filters.py). Streams are read as training needs them.
+"""
+
+import glob
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from quads.config_sections import SourceSettings
+from quads.errors import UserError
+from quads.rl.order import Shuffled, stable_seed
+from quads.rl.rows import BadRow, Row, needed_columns, read_rows
+
+FORMATS = {".parquet": "parquet", ".json": "json", ".jsonl": "json", ".csv": "csv", ".arrow": "arrow"}
+SHUFFLE_BUFFER = 4096  # rows a stream holds to pick the next one from
+
+
+@dataclass
+class RowReader:
+    """Reads the checked rows of one split; `dropped` counts what `where` filtered out."""
+
+    name: str
+    settings: SourceSettings
+    test: bool  # the test split or file, not the training one
+    dropped: dict[str, int] = field(default_factory=dict)
+
+    def __call__(self) -> Iterator[Row]:
+        settings = self.settings
+        if settings.kind == "jsonl":
+            path = (settings.eval_path if self.test else "") or settings.path
+            yield from read_rows(self.name, settings, _jsonl(self.name, Path(path)), path, "line", self.dropped)
+            return
+        data, place = load_hub(self.name, settings, self.test, streaming=False)
+        columns = _existing_columns(data, settings)
+        yield from read_rows(self.name, settings, _table(data, columns), place, "row", self.dropped)
+
+    def stream(self, seed: int, epoch: int) -> Iterator[Row]:
+        """The rows in the shuffled order of one pass over a streamed data set."""
+        data, place = load_hub(self.name, self.settings, self.test, streaming=True)
+        if not self.test:
+            data = data.shuffle(seed=stable_seed(seed, self.name, epoch) % 2**32, buffer_size=SHUFFLE_BUFFER)
+        yield from read_rows(self.name, self.settings, enumerate(data), place, "row", self.dropped)
+
+
+def load_hub(name: str, settings: SourceSettings, test: bool, streaming: bool) -> tuple[Any, str]:
+    """-> (datasets.Dataset or IterableDataset, what to call it in messages). Any failure is a UserError."""
+    import datasets  # slow, and only these sources need it
+
+    split = (settings.eval_split if test else "") or settings.split
+    dataset = (settings.eval_path if test else "") or settings.dataset
+    place = f"{dataset} ({split})"
+    where = f"[sources.{name}] dataset = {dataset!r}"
+    suffix = Path(dataset).suffix
+    try:
+        if suffix in FORMATS:
+            if "://" not in dataset and not glob.glob(dataset):
+                raise UserError(f"{where}: no such file")
+            data = datasets.load_dataset(FORMATS[suffix], data_files={split: dataset}, split=split, streaming=streaming)
+            return data, dataset
+        if Path(dataset).is_dir() and (Path(dataset) / "dataset_info.json").is_file():
+            data = datasets.load_from_disk(dataset)
+            return (data.to_iterable_dataset() if streaming else data), place
+        if Path(dataset).is_dir() and (Path(dataset) / "dataset_dict.json").is_file():
+            data = datasets.load_from_disk(dataset)[split]
+            return (data.to_iterable_dataset() if streaming else data), place
+        return datasets.load_dataset(dataset, settings.subset or None, split=split, streaming=streaming), place
+    except UserError:
+        raise
+    except Exception as error:  # the library raises what its many back ends raise
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        hint = "for a local copy set dataset to its folder or files"
+        raise UserError(f"{where} split {split!r} cannot be loaded: {reason}; {hint}") from None
+
+
+class FileRows:
+    """All rows of a source in memory, endlessly reshuffled: `rows[index]`."""
+
+    def __init__(self, rows: list[Row], name: str, seed: int):
+        self.rows = rows
+        self._order = Shuffled(len(rows), stable_seed(seed, name))
+
+    def __getitem__(self, index: int) -> Row:
+        return self.rows[self._order[index]]
+
+
+class StreamRows:
+    """Rows of a streamed source by index. Forward it reads on; backward (a resumed run) it starts over and skips.
+
+    open_pass: epoch -> its filtered rows; each call starts a fresh pass.
+    """
+
+    def __init__(self, open_pass: Callable[[int], Iterator[Row]], name: str):
+        self.open_pass, self.name = open_pass, name
+        self._next, self._epoch = 0, 0
+        self._rows: Iterator[Row] = iter(())
+
+    def __getitem__(self, index: int) -> Row:
+        if index < self._next or self._next == 0:
+            self._next, self._epoch = 0, 0
+            self._rows = self.open_pass(0)
+        while True:
+            row = next(self._rows, None)
+            if row is None:
+                if self._next == 0:
+                    raise UserError(f"[sources.{self.name}] has no usable rows")
+                self._epoch += 1
+                self._rows = self.open_pass(self._epoch)
+                continue
+            self._next += 1
+            if self._next == index + 1:
+                return row
+
+
+def _jsonl(name: str, path: Path) -> Iterator[tuple[int, Any]]:
+    """(line number, object or BadRow); blank lines are passed over."""
+    try:
+        with path.open("rb") as file:
+            for number, line in enumerate(file, 1):
+                if not line.strip():
+                    continue
+                try:
+                    yield number, json.loads(line.decode("utf-8"))
+                except UnicodeDecodeError as error:
+                    yield number, BadRow(f"is not UTF-8 text (byte {error.start + 1} of the line)")
+                except json.JSONDecodeError as error:
+                    yield number, BadRow(f"is not JSON: {error.msg} (column {error.colno})")
+                except RecursionError:
+                    yield number, BadRow("is not usable JSON: nested too deeply")
+    except OSError as error:
+        raise UserError(f"[sources.{name}] path = {str(path)!r} cannot be read: {error.strerror}") from None
+
+
+def _existing_columns(data: Any, settings: SourceSettings) -> list[str]:
+    """The columns to read, so that large unused ones are never decoded; missing ones are reported by row."""
+    wanted = [*needed_columns(settings), settings.id_column.partition(".")[0]]
+    return [column for column in data.column_names if column in wanted]
+
+
+def _table(data: Any, columns: list[str]) -> Iterator[tuple[int, Any]]:
+    """Rows of a datasets.Dataset, numbered from 0, decoded a thousand at a time."""
+    if not columns:  # every needed column is missing: let each row say so
+        columns = list(data.column_names)
+    data = data.select_columns(columns)
+    number = 0
+    for start in range(0, len(data), 1000):
+        stop = min(start + 1000, len(data))
+        try:
+            batch = data[start:stop]
+        except UnicodeDecodeError:
+            batch = None  # one of them is not UTF-8: find out which
+        for i in range(stop - start):
+            try:
+                values = data[start + i] if batch is None else {column: batch[column][i] for column in columns}
+            except UnicodeDecodeError as error:
+                values = BadRow(f"is not UTF-8 text (byte {error.start + 1})")
+            yield number, values
+            number += 1
