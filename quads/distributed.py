@@ -18,7 +18,6 @@ Meshes (all sizes are numbers of processes, replicate * fsdp = world, efsdp = fs
 import hashlib
 import os
 import random
-import signal
 import sys
 import time
 import traceback
@@ -26,7 +25,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Literal
+from typing import Literal
 
 import numpy
 import torch
@@ -82,10 +81,6 @@ class Distributed:
             dist.all_reduce(tensor, dist.ReduceOp.SUM if op == "sum" else dist.ReduceOp.MAX)
         return tensor
 
-    def any(self, flag: bool) -> bool:
-        """Whether `flag` is true on any process. All processes must call it, at the same point."""
-        return bool(self.all_reduce(torch.tensor(float(flag), device=self.device), "max"))
-
     def generator(self, *names: object, shared: bool = False) -> torch.Generator:
         """A fresh generator on this device for the part `names`, such as ("eval", step).
 
@@ -129,39 +124,14 @@ def init_distributed(parallel: ParallelSettings, train: TrainSettings) -> Iterat
         _leave_after(error, rank, size, store)
 
 
-class StopRequest:
-    """Whether SIGTERM arrived, on any process."""
-
-    def __init__(self) -> None:
-        self.received = False
-
-    @property
-    def requested(self) -> bool:
-        """Agreed over all processes (signals arrive at different moments): all must ask at the same point."""
-        if dist.is_initialized():
-            device = "cuda" if "nccl" in dist.get_backend() else "cpu"
-            flag = torch.tensor(float(self.received), device=device)
-            dist.all_reduce(flag, dist.ReduceOp.MAX)
-            return bool(flag)
-        return self.received
-
-
-@contextmanager
-def stop_requested() -> Iterator[StopRequest]:
-    """Within, SIGTERM only sets a flag: the loop finishes its step, saves and leaves with exit code 0.
-
-    torchrun passes the signal on and kills its processes after 30 s, or TORCH_ELASTIC_SHUTDOWN_TIMEOUT seconds.
-    """
-    stop = StopRequest()
-
-    def receive(signum: int, frame: Any) -> None:
-        stop.received = True
-
-    previous = signal.signal(signal.SIGTERM, receive)
-    try:
-        yield stop
-    finally:
-        signal.signal(signal.SIGTERM, previous)
+def agree(flag: bool) -> bool:
+    """Whether `flag` is true on any process. All processes must call it, at the same point."""
+    if not dist.is_initialized():
+        return flag
+    device = torch.device("cuda", torch.cuda.current_device()) if "nccl" in dist.get_backend() else torch.device("cpu")
+    value = torch.tensor(float(flag), device=device)
+    dist.all_reduce(value, dist.ReduceOp.MAX)
+    return bool(value)
 
 
 def build_meshes(device_type: str, replicate: int, fsdp: int, ep: int) -> Meshes:

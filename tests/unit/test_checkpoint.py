@@ -14,7 +14,6 @@ from torch import nn
 from quads.checkpoint import Checkpointer, find_checkpoint, latest_checkpoint, load_model_weights
 from quads.checkpoint_state import TrainState
 from quads.config_sections import CheckpointSettings
-from quads.distributed import stop_requested
 from quads.errors import UserError
 from tests.helpers import assert_bitwise
 
@@ -172,15 +171,6 @@ def test_names_do_not_depend_on_wrappers(tmp_path: Path) -> None:
     plain = TinyLearner()
     Checkpointer(tmp_path, settings(resume="latest")).resume(plain)
     assert_bitwise(plain.model[2].weight, compiled.model[2].weight)
-
-
-def test_sigterm_sets_a_flag_and_the_old_handler_returns() -> None:
-    before = signal.getsignal(signal.SIGTERM)
-    with stop_requested() as stop:
-        assert not stop.requested
-        os.kill(os.getpid(), signal.SIGTERM)
-        assert stop.requested
-    assert signal.getsignal(signal.SIGTERM) is before
 
 
 def _save_forever(folder: Path, async_save: bool) -> None:

@@ -1,0 +1,145 @@
+"""The log of a run: rows, what a resume cuts, an earlier run moved aside, times, console line."""
+
+import builtins
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from quads.config import Config, load_config
+from quads.config_sections import LogSettings, TrainSettings
+from quads.errors import UserError
+from quads.measure import Timers, mfu, peak_memory_gib, train_flops_per_token
+from quads.metrics import RunLog, console_line
+from quads.run_folder import git_commit, open_run_folder, read_rows
+from quads.types import Completion, Example
+
+QUIET = Config(log=LogSettings(tensorboard=False), train=TrainSettings(steps=20))
+
+
+def run(out: Path, first: int, last: int, resume_step: int = 0, cfg: Config = QUIET) -> None:
+    log = RunLog(out, cfg, resume_step)
+    for step in range(first, last + 1):
+        log.write(step, {"reward/mean": step / 10})
+    log.close()
+
+
+def without_times(out: Path) -> list[dict[str, Any]]:
+    rows = read_rows(out / "metrics.jsonl")
+    return [{key: row[key] for key in row if not key.startswith(("time/", "memory/"))} for row in rows]
+
+
+def test_a_row_is_one_json_object_with_null_for_what_is_not_finite(tmp_path: Path) -> None:
+    log = RunLog(tmp_path, QUIET)
+    with log.timer("rollout"):
+        time.sleep(0.02)
+    log.write(7, {"a/nan": float("nan"), "a/inf": float("inf"), "a/tensor": torch.tensor(2.5), "a/int": 3})
+    text = (tmp_path / "metrics.jsonl").read_text()  # flushed: the file is not closed yet
+    row = json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
+    assert (row["step"], row["a/nan"], row["a/inf"], row["a/tensor"], row["a/int"]) == (7, None, None, 2.5, 3)
+    assert 0.02 <= row["time/rollout_s"] <= row["time/step_s"] < 1
+    assert row["memory/peak_gib"] > 0.05  # this process holds torch
+    log.write(8, {})
+    assert "time/rollout_s" not in read_rows(tmp_path / "metrics.jsonl")[1]
+    log.close()
+
+
+def test_resumed_and_straight_runs_leave_the_same_rows(tmp_path: Path) -> None:
+    run(tmp_path / "straight", 1, 6)
+    run(tmp_path / "resumed", 1, 5)  # checkpoint at step 3, killed after step 5
+    with open(tmp_path / "resumed" / "metrics.jsonl", "a") as file:
+        file.write('{"step": 6, "rewa')  # while writing a row
+    run(tmp_path / "resumed", 4, 6, resume_step=3)
+    assert without_times(tmp_path / "resumed") == without_times(tmp_path / "straight")
+    assert [row["step"] for row in without_times(tmp_path / "resumed")] == [1, 2, 3, 4, 5, 6]
+
+
+def test_a_fresh_start_moves_an_earlier_run_aside(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "mine.txt").write_text("not a run's")
+    run(tmp_path, 1, 2)
+    run(tmp_path, 1, 3)
+    run(tmp_path, 1, 1)
+    assert [len(without_times(tmp_path / name)) for name in ("previous_1", "previous_2", ".")] == [2, 3, 1]
+    assert (tmp_path / "mine.txt").exists()
+    assert "held an earlier run" in capsys.readouterr().out
+
+
+def test_config_is_saved_with_its_origin_and_reads_back(tmp_path: Path) -> None:
+    source = tmp_path / "x.toml"
+    source.write_text(
+        '[model]\npath = "m"\n[task]\ntrain = ["a"]\n[sources.a]\nkind = "jsonl"\npath = "p"\nreward = "exact"\n'
+    )
+    cfg = load_config(["--config", str(source), "--train.steps", "3"])
+    open_run_folder(tmp_path / "out", cfg, 0)
+    text = (tmp_path / "out" / "config.toml").read_text()
+    for word in ("# commit: " + git_commit(), "torch " + torch.__version__, "# command: "):
+        assert word in text
+    assert load_config(["--config", str(tmp_path / "out" / "config.toml")]) == cfg
+
+
+def test_samples_hold_prompt_responses_and_rewards(tmp_path: Path) -> None:
+    log = RunLog(tmp_path, QUIET)
+    examples = [Example(f"s/{i}", "s", f"prompt {i}", [1]) for i in range(2)]
+    groups = [[Completion([5, 6], [-0.1, -0.2], "stop", 4), Completion([7], [-0.3], "length", 4)]] * 3
+    log.samples(2, lambda ids: "-".join(map(str, ids)), examples, groups, torch.tensor([[1.0, 0.0]] * 3))
+    log.close()
+    rows = read_rows(tmp_path / "samples.jsonl")
+    assert [row["prompt"] for row in rows] == ["prompt 0", "prompt 1"]
+    assert rows[0]["responses"][0] == {"text": "5-6", "reward": 1.0, "tokens": 2, "finish": "stop"}
+    assert (rows[0]["responses"][1]["finish"], rows[0]["policy_version"], rows[0]["step"]) == ("length", 4, 2)
+
+
+def test_tensorboard_has_the_scalars(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    run(tmp_path, 1, 3, cfg=Config(log=LogSettings(tensorboard=True)))
+    events = EventAccumulator(str(tmp_path / "tb")).Reload().Scalars("reward/mean")
+    assert [(event.step, round(event.value, 6)) for event in events] == [(1, 0.1), (2, 0.2), (3, 0.3)]
+
+
+def test_wandb_is_imported_only_when_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "wandb", None)  # makes `import wandb` fail, installed or not
+    run(tmp_path / "without", 1, 1)
+    with pytest.raises(UserError, match="pip install wandb"):
+        RunLog(tmp_path / "with", Config(log=LogSettings(wandb_project="p")))
+    assert not (tmp_path / "with").exists()
+
+
+def test_other_processes_keep_time_and_write_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(builtins, "open", lambda *args, **kwargs: pytest.fail("a second process opened a file"))
+    log = RunLog(tmp_path / "out", QUIET, is_main=False)
+    with log.timer("learn"):
+        pass
+    assert log.seconds("learn") > 0
+    log.write(1, {"reward/mean": 0.0})
+    log.close()
+    assert not (tmp_path / "out").exists()
+
+
+def test_console_line_shows_what_the_row_has() -> None:
+    assert console_line(3, 60, {"reward/mean": 0.5, "mismatch/logprob_abs_max": 0.01234}) == (
+        "step  3/60  reward 0.500  max 0.012"
+    )
+
+
+def test_phases_add_up_and_the_clock_starts_with_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter([10.0, 11.0, 15.0, 17.0, 20.0])  # two phases of 1 s and 2 s, 4 s apart; 3 s later the step ends
+    monkeypatch.setattr("quads.measure.time.perf_counter", lambda: next(clock))
+    timers = Timers(torch.device("cpu"))
+    for _ in range(2):
+        with timers.phase("learn"):
+            pass
+    assert timers.metrics() == {"time/learn_s": 3.0, "time/step_s": 10.0}
+    timers.reset()
+    assert timers.metrics() == {"time/step_s": 0.0}
+
+
+def test_flops_of_a_token_against_a_hand_count() -> None:
+    # 2 layers, 4 heads of 8: scores and values are 2 * 2 * 4 * 8 FLOPs a pair and layer, three times that with the
+    # backward; a token of a 100-token sequence meets 50 others on average
+    assert train_flops_per_token(1000, 2, 4, 8, 100) == 6 * 1000 + 3 * (2 * 2 * 4 * 8 * 50) * 2
+    assert mfu(1e5, 1e9, torch.device("cpu")) is None
+    assert 0.05 < peak_memory_gib(torch.device("cpu")) < 1000
