@@ -1,0 +1,241 @@
+"""4-bit weights times 16-bit operands: one Triton kernel for linear layers and for routed experts (Hopper and other GPUs).
+
+The weights (layout: kernels_layout.py) are the M side of the tensor-core instruction and go from memory to registers to
+the MMA, never through shared memory after decoding; the few tokens of a decode step are the N side. A code times its
+block scale (e2m1 * e4m3) is exact in bfloat16, and so is a quantized activation, so the only rounding is the fp32
+accumulation. Global scales (weight: per matrix, activation: per row) are applied to the fp32 sum.
+
+The residual operand rides in the same MMA: its rows are extra token columns (x rows first, then r rows), so one decoded
+weight tile serves both, and the epilogue subtracts the second half.
+
+Legend: BN weight rows of a tile, BM tokens of a tile, MB = BM or 2 BM (with residual), CW = 32 * KSTEP words of a K step.
+"""
+
+import triton
+import triton.language as tl
+
+_DECODE = tl.constexpr(
+    """
+{
+.reg .b32 a, b, c, d, t, z;
+and.b32 a, $4, 0x81C081C0;
+shl.b32 b, $4, 3;
+and.b32 b, b, 0x81C081C0;
+shl.b32 c, $4, 1;
+shl.b32 t, $4, 6;
+and.b32 c, c, 0x80008000;
+and.b32 t, t, 0x01C001C0;
+or.b32 c, c, t;
+shl.b32 d, $4, 2;
+shr.u32 t, $4, 3;
+and.b32 d, d, 0x80008000;
+and.b32 t, t, 0x01C001C0;
+or.b32 d, d, t;
+mov.b32 z, 0x80008000;
+fma.rn.bf16x2 $0, a, $5, z;
+fma.rn.bf16x2 $1, b, $5, z;
+fma.rn.bf16x2 $2, c, $5, z;
+fma.rn.bf16x2 $3, d, $5, z;
+}
+"""
+)
+"""Four bfloat16 pairs out of two words and their two scales; the addend -0 keeps the sign of a zero code."""
+
+_DECODE_SCALE = tl.constexpr(
+    """
+{
+.reg .b32 lo, hi, f, z;
+prmt.b32 lo, $2, 0, 0x4140;
+prmt.b32 hi, $2, 0, 0x4342;
+shl.b32 lo, lo, 4;
+shl.b32 hi, hi, 4;
+mov.b32 f, 0x7B007B00;
+mov.b32 z, 0x80008000;
+fma.rn.bf16x2 lo, lo, f, z;
+fma.rn.bf16x2 hi, hi, f, z;
+fma.rn.bf16x2 $0, lo, f, z;
+fma.rn.bf16x2 $1, hi, f, z;
+}
+"""
+)
+"""Four E4M3 bytes -> bfloat16 s * 2**118: shifted by 4 they read as s * 2**-120, then times 2**119 twice."""
+
+
+@triton.jit
+def to_bf16(x, ASM: tl.constexpr):
+    """fp32 -> bfloat16, round to nearest even (the interpreter's own cast truncates)."""
+    if ASM:
+        y = x.to(tl.bfloat16)
+    else:
+        bits = x.to(tl.int32, bitcast=True)
+        bits = tl.where(x != x, 0x7FC00000, bits + 0x7FFF + ((bits >> 16) & 1))
+        y = (bits >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
+    return y
+
+
+@triton.jit
+def _code_value(words, SIGN: tl.constexpr, HIGH: tl.constexpr):
+    """Code with its sign at bit SIGN and magnitude from bit HIGH down, as e2m1 * 2**-126 in fp32 (plain Triton)."""
+    bits = (((words >> SIGN) & 1) << 31) | (((words >> (HIGH - 2)) & 7) << 22)
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _decode_asm(words, scale_bytes, BN: tl.constexpr, KSTEP: tl.constexpr):
+    """words int16 [BN, CW], scale_bytes uint8 [BN, 8 KSTEP] -> four bfloat16 [BN, CW] of e2m1 * e4m3 * 2**-8."""
+    scale = tl.inline_asm_elementwise(_DECODE_SCALE, "=r,=r,r", [scale_bytes], tl.bfloat16, is_pure=True, pack=4)
+    scale = tl.broadcast_to(scale.reshape(BN, KSTEP, 1, 8), (BN, KSTEP, 4, 8)).reshape(BN, 32 * KSTEP)
+    return tl.inline_asm_elementwise(
+        _DECODE,
+        "=r,=r,=r,=r,r,r",
+        [words, scale],
+        dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16),
+        is_pure=True,
+        pack=2,
+    )
+
+
+@triton.jit
+def _decode_plain(words, scale_bytes, BN: tl.constexpr, KSTEP: tl.constexpr):
+    """The same values in fp32 (each is exact in bfloat16), for the interpreter, which has no bfloat16 arithmetic."""
+    scale = ((scale_bytes.to(tl.int32) << 20).to(tl.float32, bitcast=True) * 6.64613997892458e35) * 6.64613997892458e35
+    scale = tl.broadcast_to(scale.reshape(BN, KSTEP, 1, 8), (BN, KSTEP, 4, 8)).reshape(BN, 32 * KSTEP)
+    words = words.to(tl.int32) & 0xFFFF
+    w0 = _code_value(words, 15, 8) * scale
+    w1 = _code_value(words, 12, 5) * scale
+    w2 = _code_value(words, 14, 2) * scale
+    w3 = _code_value(words, 13, 11) * scale
+    return w0, w1, w2, w3
+
+
+@triton.jit
+def _mma(w, x, acc, ASM: tl.constexpr):
+    if ASM:
+        acc = tl.dot(w, x, acc)
+    else:
+        acc = tl.dot(w, x.to(tl.float32), acc, input_precision="ieee")
+    return acc
+
+
+@triton.jit
+def silu_mul(gate, up, ASM: tl.constexpr):
+    """silu(gate) * up with the roundings of bfloat16 tensors: gate, up, silu(gate) and the product are each rounded."""
+    gate = to_bf16(gate, ASM).to(tl.float32)
+    up = to_bf16(up, ASM).to(tl.float32)
+    act = to_bf16(gate / (1.0 + tl.exp(-gate)), ASM).to(tl.float32)
+    return to_bf16(act * up, ASM)
+
+
+@triton.jit
+def w4_gemm_kernel(
+    x_ptr,
+    x_scale_ptr,
+    w_ptr,
+    s_ptr,
+    g_ptr,
+    rows_ptr,
+    expert_ptr,
+    out_ptr,
+    n_rows,
+    N,
+    NB,
+    KB,
+    stride_x,
+    stride_out,
+    TOP_K: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    KSTEP: tl.constexpr,
+    MODE: tl.constexpr,
+    SCALED: tl.constexpr,
+    RESIDUAL: tl.constexpr,
+    ASM: tl.constexpr,
+):
+    """One [BN, BM] tile of W x^T, all of K.
+
+    MODE "dense":   token = slot; writes out[slot, n].
+         "gather":  slots are sorted by expert; x row = rows[slot] // TOP_K; out[slot, :] = SwiGLU of the gate/up rows.
+         "scatter": x row = slot; writes out[rows[slot], n].
+    rows[slot] >= n_rows marks a padding slot; expert[block] < 0 an unused block. SCALED: x_scale holds one fp32 factor a
+    row. RESIDUAL: x and x_scale hold 2R rows, main then residual, R = the rows of main (n_rows / TOP_K, or the slots).
+    """
+    MB: tl.constexpr = 2 * BM if RESIDUAL else BM
+    CW: tl.constexpr = 32 * KSTEP
+    tiles_n = NB * (128 // BN)
+    pid = tl.program_id(0)
+    block = pid // tiles_n
+    n0 = (pid % tiles_n) * BN
+    expert = 0
+    if MODE != "dense":
+        expert = tl.load(expert_ptr + block)
+    if expert < 0:
+        return
+
+    column = tl.arange(0, MB)
+    slot = block * BM + column % BM
+    if MODE == "gather":
+        target = tl.load(rows_ptr + slot)
+        x_row = tl.where(target < n_rows, target // TOP_K, 0)
+        half_rows = n_rows // TOP_K
+    elif MODE == "scatter":
+        x_row = slot
+        half_rows = (tl.num_programs(0) // tiles_n) * BM
+    else:
+        x_row = tl.minimum(slot, n_rows - 1)
+        half_rows = n_rows
+    if RESIDUAL:
+        x_row += (column // BM) * half_rows
+
+    row = n0 % 128 + tl.arange(0, BN)
+    word = tl.arange(0, CW)
+    byte = tl.arange(0, 8 * KSTEP)
+    first_tile = (expert.to(tl.int64) * NB + n0 // 128) * KB if MODE != "dense" else (n0 // 128) * KB
+    w_ptrs = w_ptr + first_tile * 4096 + (row[:, None] * 32 + (word % 32)[None, :] + ((word // 32) * 4096)[None, :])
+    s_ptrs = s_ptr + first_tile * 1024 + (row[:, None] * 8 + (byte % 8)[None, :] + ((byte // 8) * 1024)[None, :])
+    x_ptrs = x_ptr + x_row.to(tl.int64)[None, :] * stride_x + (word % 32 + (word // 32) * 128)[:, None]
+
+    acc = tl.zeros((BN, MB), dtype=tl.float32)
+    for _ in range(0, KB, KSTEP):
+        words = tl.load(w_ptrs)
+        scale_bytes = tl.load(s_ptrs)
+        x0 = tl.load(x_ptrs)
+        x1 = tl.load(x_ptrs + 32)
+        x2 = tl.load(x_ptrs + 64)
+        x3 = tl.load(x_ptrs + 96)
+        if ASM:
+            w0, w1, w2, w3 = _decode_asm(words, scale_bytes, BN, KSTEP)
+        else:
+            w0, w1, w2, w3 = _decode_plain(words, scale_bytes, BN, KSTEP)
+        acc = _mma(w0, x0, acc, ASM)
+        acc = _mma(w1, x1, acc, ASM)
+        acc = _mma(w2, x2, acc, ASM)
+        acc = _mma(w3, x3, acc, ASM)
+        if ASM:
+            # Triton 3.6 leaves the last MMA pending over the loop's back edge while the next iteration overwrites its
+            # register operand (a race, seen as errors that move). Reading the accumulator makes it wait here.
+            acc = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [acc], dtype=tl.float32, is_pure=True, pack=1)
+        w_ptrs += KSTEP * 4096
+        s_ptrs += KSTEP * 1024
+        x_ptrs += KSTEP * 128
+
+    acc *= tl.load(g_ptr + expert) * 256.0
+    if SCALED:
+        acc *= tl.load(x_scale_ptr + x_row)[None, :]
+    if RESIDUAL:
+        sign = tl.where(column // BM == 0, 1.0, -1.0)
+        acc = tl.sum(tl.reshape(acc * sign[None, :], (BN, 2, BM)), axis=1)
+
+    slot = block * BM + tl.arange(0, BM)
+    if MODE == "gather":
+        pairs = tl.permute(tl.reshape(acc, (BN // 16, 2, 8, BM)), (0, 2, 3, 1))
+        gate, up = tl.split(pairs)
+        hidden = tl.reshape(silu_mul(gate, up, ASM), (BN // 2, BM))
+        n = n0 // 2 + tl.arange(0, BN // 2)
+        tl.store(out_ptr + slot.to(tl.int64)[None, :] * stride_out + n[:, None], hidden)
+    else:
+        out_row = slot
+        if MODE == "scatter":
+            out_row = tl.load(rows_ptr + slot)
+        n = n0 + tl.arange(0, BN)
+        keep = (out_row < n_rows)[None, :] & (n < N)[:, None]
+        tl.store(out_ptr + out_row.to(tl.int64)[None, :] * stride_out + n[:, None], to_bf16(acc, ASM), mask=keep)

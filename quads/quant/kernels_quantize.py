@@ -1,0 +1,204 @@
+"""Activation quantizer kernels: one pass over a row gives its codes and, with compensation, those of its residual.
+
+Legend: T rows, K columns, width = stored columns, KP = power of two >= width.
+"""
+
+import math
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from quads.quant.kernels_layout import padded
+from quads.quant.kernels_math import (
+    INF_BITS,
+    abs_bits,
+    compiled,
+    keep_top,
+    pack_tile,
+    quantize_tile,
+    store_values,
+    tile_columns,
+    values,
+)
+from quads.quant.kernels_select import select
+
+
+@triton.jit
+def rows_kernel(
+    x_ptr,
+    mask_ptr,
+    main_ptr,
+    main_byte_ptr,
+    scale_ptr,
+    residual_ptr,
+    residual_byte_ptr,
+    slots_ptr,
+    slots_end,
+    T,
+    K,
+    width,
+    stride_x,
+    keep,
+    KP: tl.constexpr,
+    STORED: tl.constexpr,
+    CODES: tl.constexpr,
+    WHOLE: tl.constexpr,
+    RESIDUAL: tl.constexpr,
+    INDEX_BITS: tl.constexpr,
+    HAS_SLOTS: tl.constexpr,
+    ASM: tl.constexpr,
+):
+    """One row of activations per program: Q_A(x), and Q_A(R) with RESIDUAL "mask" (mask_ptr uint8 [K] given), "token"
+    (the row's own `keep` channels; written to mask_ptr [T, K] when CODES) or "none".
+
+    CODES: packed codes [T, width/2] and scale bytes [T, width/16]. Otherwise bfloat16 values [T, width] in the GEMM's
+    order. The residual is masked, except codes with WHOLE. scale_ptr: fp32 [2T], g of x, then g of R. With HAS_SLOTS, rows
+    whose slot entry is `slots_end` (padding of a routing map) are skipped.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    if HAS_SLOTS:
+        if tl.load(slots_ptr + row) >= slots_end:
+            return
+    position, column = tile_columns(KP, STORED)
+    x = tl.load(x_ptr + row * stride_x + position, mask=column < K, other=0.0).to(tl.float32)
+    magnitude, scale, byte, g = quantize_tile(x)
+    tl.store(scale_ptr + row, g)
+    main = values(magnitude, scale, x)
+    if CODES:
+        block = tl.arange(0, KP // 16)
+        pair = block[:, None] * 8 + tl.arange(0, 8)[None, :]
+        packed = pack_tile(magnitude, byte, x, KP // 16)
+        tl.store(main_ptr + row * (width // 2) + pair, packed, mask=pair < width // 2)
+        tl.store(main_byte_ptr + row * (width // 16) + block, byte.to(tl.uint8), mask=block < width // 16)
+    else:
+        store_values(main_ptr + row * width, main, width, KP, STORED, ASM)
+    if RESIDUAL != "none":
+        r = main * g - x
+        magnitude, scale, byte, g = quantize_tile(r)
+        tl.store(scale_ptr + T + row, g)
+        if RESIDUAL == "token":
+            key = abs_bits(r)
+            kept = keep_top(tl.where(key >= INF_BITS, 0, key), column, keep, 30, INDEX_BITS)
+        else:
+            kept = tl.load(mask_ptr + column, mask=column < K, other=0) != 0
+        if CODES:
+            if not WHOLE:
+                magnitude = tl.where(kept, magnitude, 0.0)
+                r = tl.where(kept, r, 0.0)
+            packed = pack_tile(magnitude, byte, r, KP // 16)
+            tl.store(residual_ptr + row * (width // 2) + pair, packed, mask=pair < width // 2)
+            tl.store(residual_byte_ptr + row * (width // 16) + block, byte.to(tl.uint8), mask=block < width // 16)
+            if RESIDUAL == "token":
+                tl.store(mask_ptr + row * K + column, kept.to(tl.uint8), mask=column < K)
+        else:
+            kept_values = tl.where(kept, values(magnitude, scale, r), 0.0)
+            store_values(residual_ptr + row * width, kept_values, width, KP, STORED, ASM)
+
+
+@triton.jit
+def reorder_kernel(x_ptr, out_ptr, K, width, stride_x, KP: tl.constexpr):
+    """bfloat16 rows -> the GEMM's column order, padding columns 0 (activations that stay in 16 bits)."""
+    row = tl.program_id(0).to(tl.int64)
+    position = tl.arange(0, KP)
+    p = position % 128
+    column = position - p + (p % 8) * 16 + ((p // 8) % 4) * 4 + p // 32
+    x = tl.load(x_ptr + row * stride_x + column, mask=column < K, other=0.0)
+    tl.store(out_ptr + row * width + position, x, mask=position < width)
+
+
+class Operand(NamedTuple):
+    """Activations as a GEMM reads them."""
+
+    data: Tensor  # bfloat16 [R or 2R, width] in the GEMM's order (main, then residual), or packed codes uint8
+    scale: Tensor | None  # fp32 [R or 2R], one global scale a row; None: 16-bit activations
+    block_scale: Tensor | None  # E4M3 bytes uint8 [R or 2R, width/16] when data holds codes
+    residual: bool
+
+
+class Compensation(NamedTuple):
+    """Settings of residual compensation (quads.quant.residual)."""
+
+    ratio: float
+    selection: str
+
+
+def budget(k: int, compensation: Compensation) -> int:
+    """How many channels (or blocks of 16, for "block") are kept."""
+    units = -(-k // 16) if compensation.selection == "block" else k
+    return math.floor(compensation.ratio * units)
+
+
+def quantize_activations(
+    x_RK: Tensor,
+    k: int,
+    compensation: Compensation | None = None,
+    live_R: Tensor | None = None,
+    *,
+    codes: bool = False,
+    whole: bool = False,
+    stored: bool = False,
+    slots: tuple[Tensor, int] | None = None,
+) -> tuple[Operand, Tensor | None]:
+    """Q_A of the rows of x (bf16 or fp32 [R, >= k], unit stride in K), and the compensating operand.
+
+    codes: packed NVFP4 (width = k rounded up to 16) instead of bfloat16 values (width = whole tiles of 128). whole: with codes, Q_A(R) is not masked. stored: x
+    is in the GEMM's order already. slots: (int32 [R], end) of a routing map; rows at `end` or beyond are skipped.
+    Returns the operand and the channel mask, uint8 [k] or [R, k] (None without compensation, or if never written).
+    """
+    rows = x_RK.shape[0]
+    width = -(-k // 16) * 16 if codes else padded(k)
+    kp = max(triton.next_power_of_2(width), 128)
+    count = rows if compensation is None else 2 * rows
+    device = x_RK.device
+    data = torch.empty(
+        count, width // 2 if codes else width, dtype=torch.uint8 if codes else torch.bfloat16, device=device
+    )
+    scale = torch.empty(count, dtype=torch.float32, device=device)
+    block_scale = torch.empty(count, width // 16, dtype=torch.uint8, device=device) if codes else None
+    mask, mode = None, "none"
+    if compensation is not None:
+        mode = "token" if compensation.selection == "token" else "mask"
+        if mode == "mask":
+            mask = select(x_RK, k, budget(k, compensation), compensation.selection == "block", live_R, stored)
+        elif codes:
+            mask = torch.empty(rows, k, dtype=torch.uint8, device=device)
+    unused = scale
+    rows_kernel[(rows,)](
+        x_RK,
+        unused if mask is None else mask,
+        data,
+        unused if block_scale is None else block_scale,
+        scale,
+        data[rows:] if compensation else unused,
+        unused if block_scale is None else block_scale[rows:],
+        unused if slots is None else slots[0],
+        0 if slots is None else slots[1],
+        rows,
+        k,
+        width,
+        x_RK.stride(0),
+        0 if compensation is None else budget(k, compensation),
+        KP=kp,
+        STORED=stored,
+        CODES=codes,
+        WHOLE=whole,
+        RESIDUAL=mode,
+        INDEX_BITS=kp.bit_length() - 1,
+        HAS_SLOTS=slots is not None,
+        ASM=compiled(),
+        num_warps=min(max(kp // 512, 1), 8),
+        enable_fp_fusion=False,
+    )
+    return Operand(data, scale, block_scale, compensation is not None), mask
+
+
+def reorder_activations(x_RK: Tensor, k: int) -> Operand:
+    """bfloat16 rows in the GEMM's order, for W4A16."""
+    width = padded(k)
+    data = torch.empty(x_RK.shape[0], width, dtype=torch.bfloat16, device=x_RK.device)
+    kp = triton.next_power_of_2(width)
+    reorder_kernel[(x_RK.shape[0],)](x_RK, data, k, width, x_RK.stride(0), KP=kp, num_warps=min(max(kp // 512, 1), 8))
+    return Operand(data, None, None, False)

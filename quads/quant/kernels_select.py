@@ -1,0 +1,120 @@
+"""Channel selection over a batch: scores summed without atomics, in a fixed order, then the mask; no host sync.
+
+Three small launches (two for few rows): partial scores of row groups, their sum, and the channels whose rank is below
+the budget. Scores are float64: the squares of fp32 residuals are exact in it.
+
+Legend: T rows, K channels, KP = power of two >= K, P partial sums, a unit is one channel or one block of 16.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from quads.quant.kernels_math import INF_BITS, abs_bits, quantize_tile, tile_columns, values
+
+
+@triton.jit
+def scores_kernel(
+    x_ptr,
+    live_ptr,
+    partial_ptr,
+    T,
+    K,
+    stride_x,
+    ROWS: tl.constexpr,
+    KP: tl.constexpr,
+    STORED: tl.constexpr,
+    HAS_LIVE: tl.constexpr,
+):
+    """Sum of R**2 over this program's ROWS live rows, float64 [KP] in natural order: exact squares, a fixed order."""
+    position, column = tile_columns(KP, STORED)
+    total = tl.zeros(position.shape, dtype=tl.float64)
+    first = tl.program_id(0) * ROWS
+    x_ptrs = x_ptr + first.to(tl.int64) * stride_x + position
+    for row in range(first, tl.minimum(first + ROWS, T)):
+        x = tl.load(x_ptrs, mask=column < K, other=0.0).to(tl.float32)
+        x_ptrs += stride_x
+        magnitude, scale, _, g = quantize_tile(x)
+        r = values(magnitude, scale, x) * g - x
+        counts = abs_bits(r) < INF_BITS
+        if HAS_LIVE:
+            counts = counts & (tl.load(live_ptr + row) != 0)
+        r64 = tl.where(counts, r, 0.0).to(tl.float64)
+        total += r64 * r64
+    tl.store(partial_ptr + tl.program_id(0) * KP + column, total)
+
+
+@triton.jit
+def reduce_kernel(partial_ptr, out_ptr, P, KP, BK: tl.constexpr):
+    """[P, KP] float64 partial scores -> [KP], rows added in order."""
+    column = tl.program_id(0) * BK + tl.arange(0, BK)
+    total = tl.zeros((BK,), dtype=tl.float64)
+    for p in range(P):
+        total += tl.load(partial_ptr + p * KP + column)
+    tl.store(out_ptr + column, total)
+
+
+@triton.jit
+def _unit_scores(partial_ptr, units, P, KP, GROUP: tl.constexpr):
+    columns = units[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+    total = tl.zeros(columns.shape, dtype=tl.float64)
+    for p in range(P):
+        total += tl.load(partial_ptr + p * KP + columns)
+    return tl.sum(total, axis=1)
+
+
+@triton.jit
+def select_kernel(partial_ptr, mask_ptr, P, K, KP, keep, UNITS: tl.constexpr, OWN: tl.constexpr, GROUP: tl.constexpr):
+    """Marks the `keep` units (GROUP channels each: 1, or 16 for "block") with the largest scores; uint8 [K].
+
+    A unit is kept when fewer than `keep` others come before it: a larger score, or an equal one at a lower index.
+    """
+    own = tl.program_id(0) * OWN + tl.arange(0, OWN)
+    score = _unit_scores(partial_ptr, own, P, KP, GROUP)
+    CHUNK: tl.constexpr = UNITS if UNITS < 128 else 128
+    before = tl.zeros((OWN,), dtype=tl.int32)
+    for start in range(0, UNITS, CHUNK):
+        other = start + tl.arange(0, CHUNK)
+        theirs = _unit_scores(partial_ptr, other, P, KP, GROUP)
+        ahead = (theirs[None, :] > score[:, None]) | (
+            (theirs[None, :] == score[:, None]) & (other[None, :] < own[:, None])
+        )
+        before += tl.sum(ahead.to(tl.int32), axis=1)
+    columns = own[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+    kept = tl.broadcast_to((before < keep)[:, None], columns.shape)
+    tl.store(mask_ptr + columns, kept.to(tl.uint8), mask=columns < K)
+
+
+def select(x_RK: Tensor, k: int, keep: int, by_block: bool, live_R: Tensor | None, stored: bool) -> Tensor:
+    """uint8 [k]: 1 at the channels to compensate, chosen over the live rows of x."""
+    rows = x_RK.shape[0]
+    kp = max(triton.next_power_of_2(k), 128)
+    # About 16 groups for a decode step, so that every program of `select_kernel` can sum them itself.
+    per_program = max(4, triton.cdiv(rows, 512)) if rows > 256 else triton.cdiv(rows, 16)
+    groups = triton.cdiv(rows, per_program)
+    partial = torch.empty(groups, kp, dtype=torch.float64, device=x_RK.device)
+    scores_kernel[(groups,)](
+        x_RK,
+        partial if live_R is None else live_R,
+        partial,
+        rows,
+        k,
+        x_RK.stride(0),
+        ROWS=per_program,
+        KP=kp,
+        STORED=stored,
+        HAS_LIVE=live_R is not None,
+        num_warps=min(max(kp // 512, 1), 8),
+        enable_fp_fusion=False,
+    )
+    if groups > 32:
+        total = torch.empty(kp, dtype=torch.float64, device=x_RK.device)
+        reduce_kernel[(kp // 32,)](partial, total, groups, kp, BK=32, num_warps=1)
+        partial, groups = total, 1
+    mask = torch.empty(k, dtype=torch.uint8, device=x_RK.device)
+    group = 16 if by_block else 1
+    units = kp // group
+    own = min(units, 64)
+    select_kernel[(units // own,)](partial, mask, groups, k, kp, keep, UNITS=units, OWN=own, GROUP=group, num_warps=4)
+    return mask

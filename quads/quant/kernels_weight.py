@@ -1,0 +1,97 @@
+"""A weight in the form that the GEMM kernels read: preallocated, written in place, convertible back without loss."""
+
+import torch
+from torch import Tensor
+
+from quads.quant.kernels_layout import TILE, padded, row_order, tile, untile
+
+LOAD_EXPERTS = 16
+"""Experts converted at a time: bounds the temporary memory of `load_`."""
+
+
+class KernelWeight:
+    """NVFP4 weight of a linear layer ([N, K]) or of E experts ([E, N, K]).
+
+    Path "decoded" stores the tiles of kernels_layout.py, "native_fp4" the checkpoint's own byte order. With `swiglu`
+    the rows are a gate and an up half (gate first, as in gate_up_proj), stored in pairs; `n` still counts both.
+    Buffers never move, so CUDA graphs stay valid across `load_`.
+    """
+
+    def __init__(
+        self,
+        shape: torch.Size | tuple[int, ...],
+        *,
+        path: str = "decoded",
+        swiglu: bool = False,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        self.shape = torch.Size(shape)
+        self.n, self.k = self.shape[-2:]
+        self.experts = self.shape[0] if len(self.shape) == 3 else 1
+        self.path = path
+        self.swiglu = swiglu
+        if self.k % 16 or (swiglu and self.n % 32):
+            raise ValueError(f"shape {tuple(shape)}: K must be a multiple of 16, gate and up halves too")
+        if path == "native_fp4":
+            words = (self.experts, self.n, self.k // 2)
+            scales = (self.experts, self.n, self.k // 16)
+        else:
+            rows = row_order(self.n, swiglu).numel()
+            words = (self.experts, rows // TILE, padded(self.k) // TILE, TILE, 32)
+            scales = (*words[:3], TILE, 8)
+        dtype = torch.uint8 if path == "native_fp4" else torch.int16
+        self.words = torch.zeros(words, dtype=dtype, device=device)
+        self.scales = torch.zeros(scales, dtype=torch.uint8, device=device)
+        self.g = torch.ones(self.experts, dtype=torch.float32, device=device)
+
+    @property
+    def hidden_width(self) -> int:
+        """Columns of the SwiGLU output that the w13 GEMM writes for the next one."""
+        return self.n // 2 if self.path == "native_fp4" else padded(self.n // 2)
+
+    @classmethod
+    def from_packed(
+        cls, packed: Tensor, block_scale: Tensor, g: Tensor, *, path: str = "decoded", swiglu: bool = False
+    ) -> "KernelWeight":
+        """packed uint8 [(E,) N, K/2], block_scale float8_e4m3fn [(E,) N, K/16], g fp32 with one or E elements."""
+        shape = (*packed.shape[:-1], packed.shape[-1] * 2)
+        return cls(shape, path=path, swiglu=swiglu, device=packed.device).load_(packed, block_scale, g)
+
+    def _pairs(self) -> Tensor:
+        """Native SwiGLU row order: 8 gate rows, then their up rows."""
+        half = torch.arange(self.n // 2, device=self.words.device)
+        return torch.stack((half.view(-1, 8), half.view(-1, 8) + self.n // 2), dim=1).flatten()
+
+    def load_(self, packed: Tensor, block_scale: Tensor, g: Tensor) -> "KernelWeight":
+        """Overwrite in place with new checkpoint bytes of the same shape."""
+        want = (*self.shape[:-1], self.k // 2)
+        if tuple(packed.shape) != want:
+            raise ValueError(f"packed has shape {tuple(packed.shape)}, this weight takes {want}")
+        packed = packed.view(self.experts, self.n, self.k // 2)
+        block_scale = block_scale.view(torch.uint8).reshape(self.experts, self.n, self.k // 16)
+        for start in range(0, self.experts, LOAD_EXPERTS):
+            part = slice(start, start + LOAD_EXPERTS)
+            if self.path == "native_fp4":
+                rows = self._pairs() if self.swiglu else slice(None)
+                self.words[part] = packed[part][:, rows]
+                self.scales[part] = block_scale[part][:, rows]
+            else:
+                words, scales = tile(packed[part], block_scale[part], self.swiglu)
+                self.words[part] = words
+                self.scales[part] = scales
+        self.g.copy_(g.reshape(-1).expand(self.experts))
+        return self
+
+    def to_packed(self) -> tuple[Tensor, Tensor, Tensor]:
+        """(packed, block_scale, g) as they were loaded, bit for bit; g is fp32 [E] ([] for a matrix)."""
+        if self.path == "native_fp4":
+            packed, block_scale = self.words, self.scales
+            if self.swiglu:
+                back = self._pairs().argsort()
+                packed, block_scale = packed[:, back], block_scale[:, back]
+            block_scale = block_scale.view(torch.float8_e4m3fn)
+        else:
+            packed, block_scale = untile(self.words, self.scales, self.n, self.k, self.swiglu)
+        lead = self.shape[:-1]
+        g = self.g.clone() if len(self.shape) == 3 else self.g[0].clone()
+        return packed.reshape(*lead, self.k // 2), block_scale.reshape(*lead, self.k // 16), g
