@@ -11,18 +11,20 @@ import sys
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from quads.assemble import Parts, build_parts, request_seeds
-from quads.checkpoint import Checkpointer, TrainState, stop_requested
-from quads.config import Config, load_config
-from quads.distributed import init_distributed
+from quads.checkpoint import Checkpointer, TrainState
+from quads.config import Config, config_to_toml, load_config
+from quads.distributed import Distributed, init_distributed
 from quads.errors import main_guard
-from quads.metrics import RunLog, StepTimer
+from quads.metrics import RunLog
 from quads.plot import plot_runs
 from quads.rl.advantage import group_advantages
 from quads.rl.evaluate import eval_metrics, strip_stop
 from quads.rl.learner import merge_updates
 from quads.rl.packing import Sample, pack
+from quads.signals import StopRequest
 from quads.types import Completion, Example
 
 
@@ -35,28 +37,99 @@ def main(argv: list[str]) -> None:
             world.print("dry run: config, data, tokenizer and memory are fine")
             return
         try:
-            train(cfg, parts)
+            train(cfg, parts, world)
         finally:
             parts.close()
 
 
-def train(cfg: Config, parts: Parts) -> None:
+def train(cfg: Config, parts: Parts, world: Distributed) -> None:
+    """All steps: learn, log, evaluate, save; until train.steps or SIGTERM."""
     out = Path(cfg.train.out)
-    checkpointer = Checkpointer(out / "checkpoints", cfg.checkpoint)
+    checkpointer = Checkpointer(out / "checkpoints", cfg.checkpoint, config_to_toml(cfg))
     state = checkpointer.resume(parts.learner)
-    log = RunLog(out, cfg, resume_step=state.step)
-    if state.step > 0:
-        parts.sync(version=state.step)
-    with stop_requested() as stop:
-        for step in range(state.step + 1, cfg.train.steps + 1):
-            metrics = train_step(cfg, parts, step, log)
-            log.write(metrics)
-            state = TrainState(step=step)
-            last = step == cfg.train.steps or stop.requested
-            if last or (cfg.checkpoint.every and step % cfg.checkpoint.every == 0):
+    log = RunLog(out, cfg, state.step, world.device, world.is_main)
+    parts.sync(state.policy_version)
+    with StopRequest() as stop:
+        while state.step < cfg.train.steps and not stop.requested:
+            step = state.step + 1
+            metrics, state = train_step(cfg, parts, state, log)
+            with log.timer("eval"):
+                if cfg.eval.every and (step % cfg.eval.every == 0 or step == cfg.train.steps):
+                    metrics |= eval_metrics(parts.evaluate(step))
+            log.write(step, metrics)
+            if cfg.checkpoint.every and step % cfg.checkpoint.every == 0:
                 checkpointer.save(state, parts.learner)
-            if last:
-                break
-    checkpointer.wait()
+        checkpointer.save(state, parts.learner)
+        checkpointer.wait()
     log.close()
-    plot_runs([out], out / "plots" / "curves.png")
+    if world.is_main:
+        plot_runs([out], out / "plots" / "curves.png")
+
+
+def train_step(cfg: Config, parts: Parts, state: TrainState, log: RunLog) -> tuple[dict[str, float], TrainState]:
+    """One step of GRPO: returns its metrics and the state after it."""
+    step, rl = state.step + 1, cfg.rl
+    with log.timer("rollout"):
+        examples = parts.task.batch(step - 1, rl.prompts_per_step)
+        seeds = request_seeds(cfg.train.seed, f"rollout/{step}", len(examples) * rl.group_size)
+        sampling = parts.sampling(cfg.rollout.temperature)
+        prompts = [e.prompt_ids for e in examples]
+        groups = parts.engine.generate(prompts, rl.group_size, sampling, seeds, routed_experts=rl.routing_replay)
+
+    with log.timer("reward"):
+        rewards_PG, counted_PG = reward(cfg, parts, examples, groups)
+        advantages_PG, zero_spread_P = group_advantages(rewards_PG, rl.advantage, counted_PG)
+
+    with log.timer("learn"):
+        trained_PG = counted_PG & ~zero_spread_P[:, None]
+        minibatches = []
+        for first in range(0, len(examples), rl.minibatch_prompts):
+            rows = range(first, first + rl.minibatch_prompts)
+            samples = [
+                Sample(examples[p].prompt_ids, groups[p][g], float(advantages_PG[p, g]), bool(trained_PG[p, g]))
+                for p in rows
+                for g in range(rl.group_size)
+            ]
+            microbatches, denominator = pack(samples, rl.microbatch_tokens, rl.loss_average)
+            minibatches.append((parts.learner.add_fixed_logprobs(microbatches), denominator))
+        updates = [parts.learner.update(*minibatch) for _ in range(rl.epochs) for minibatch in minibatches]
+
+    with log.timer("sync"):
+        parts.sync(version=step)  # the version rises last: a completion always names the weights that drew it
+
+    if cfg.log.samples_every and (step == 1 or step % cfg.log.samples_every == 0):
+        log.samples(step, parts.tokenizer.decode, examples[: cfg.log.samples], groups, rewards_PG)
+    responses = [c for group in groups for c in group]
+    num_new = sum(len(c.token_ids) for c in responses)
+    num_packed = rl.epochs * sum(len(mb.tokens_T) for minibatch, _ in minibatches for mb in minibatch)
+    metrics = {
+        "reward/mean": float(rewards_PG.mean()),
+        "reward/std": float(rewards_PG.std()),
+        "response/length_mean": num_new / len(responses),
+        "response/truncated_frac": sum(c.finish_reason == "length" for c in responses) / len(responses),
+        "group/zero_std_frac": float(zero_spread_P.float().mean()),
+        **merge_updates(updates),
+        "policy/version": step,
+        "rollout/tokens_per_s": num_new / log.seconds("rollout"),
+        "learn/tokens_per_s": num_packed / log.seconds("learn"),
+    }
+    seen = state.tokens_seen + sum(u.tokens for u in updates)
+    return metrics, TrainState(step, step, state.prompts_seen + len(examples), seen)
+
+
+def reward(cfg: Config, parts: Parts, examples: list[Example], groups: list[list[Completion]]) -> tuple[Tensor, Tensor]:
+    """Rewards fp32 [prompts, group_size], and which responses take part: a truncated one is wrong, or is left out."""
+    stops = parts.tokenizer.eos_ids
+    graded = [
+        (example, parts.tokenizer.decode(strip_stop(c, stops)))
+        for example, group in zip(examples, groups, strict=True)
+        for c in group
+    ]
+    rewards_PG = torch.tensor(parts.rewards.score_batch(graded)).reshape(len(examples), -1)
+    truncated_PG = torch.tensor([[c.finish_reason == "length" for c in group] for group in groups])
+    counted_PG = ~truncated_PG if cfg.rl.truncated == "mask" else torch.ones_like(truncated_PG)
+    return rewards_PG.masked_fill(truncated_PG, 0.0), counted_PG
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

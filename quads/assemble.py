@@ -4,7 +4,6 @@ Everything that can be wrong with a config is found here, before anything large 
 configs, tokenizer and data first, prints the precision banner and the memory estimate, and only then makes weights.
 """
 
-import hashlib
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +12,7 @@ import torch
 
 from quads.checkpoint import load_model_weights
 from quads.config import Config
-from quads.distributed import Distributed
+from quads.distributed import Distributed, derive_seed
 from quads.errors import UserError
 from quads.memory import check_memory, estimate_memory, format_estimate
 from quads.model.config import ARCHITECTURES, ModelConfig, load_config
@@ -87,8 +86,10 @@ def build_parts(cfg: Config, world: Distributed, checkpoint: str = "") -> Parts 
     tokenizer = Tokenizer(cfg.model.tokenizer)
     check_vocabulary(tokenizer, model_config)
     task = build_task(cfg.task, cfg.sources, tokenizer, cfg.train.seed, cfg.rollout.max_prompt_tokens)
+    for line in task.report:
+        world.print(line)
     world.print(banner(spec, cfg.rollout.engine, cfg.rollout.kernel, device, dtype))
-    estimate = estimate_memory(model_config, spec, cfg.rollout, cfg.rl, cfg.optim, dtype, world.size)
+    estimate = estimate_memory(model_config, spec, cfg.rollout, cfg.rl, dtype)
     world.print(format_estimate(estimate))
     check_memory(estimate, device)
     if cfg.dry_run:
@@ -103,14 +104,13 @@ def build_parts(cfg: Config, world: Distributed, checkpoint: str = "") -> Parts 
         spec,
         cfg.optim,
         cfg.rl,
-        dtype,
         cfg.rollout.temperature,
         cfg.train.steps,
         cfg.rl.epochs * cfg.rl.prompts_per_step // cfg.rl.minibatch_prompts,
         reference,
     )
     engine = build_engine(cfg, model_config, spec, dtype, device)
-    rewards = RewardPool(cfg.sources)
+    rewards = RewardPool(cfg.reward)
     parts = Parts(cfg, model_config, spec, tokenizer, task, learner, engine, rewards)
     parts.sync(version=0)
     return parts
@@ -137,7 +137,7 @@ def check_vocabulary(tokenizer: Tokenizer, model_config: ModelConfig) -> None:
 def build_model(cfg: Config, model_config: ModelConfig, device: torch.device) -> MoEDecoder:
     """fp32 master weights on the device, from the folder or random from train.seed."""
     with device:
-        model = MoEDecoder(model_config)
+        model = MoEDecoder(model_config, DTYPES[cfg.model.dtype])
     if cfg.model.path:
         load_hf(cfg.model.path, model)
     else:
@@ -164,5 +164,4 @@ def build_engine(
 
 def request_seeds(seed: int, purpose: str, count: int) -> list[int]:
     """`count` distinct 63-bit seeds, a pure function of (seed, purpose): a resumed run draws the same responses."""
-    digests = (hashlib.blake2b(f"{seed}/{purpose}/{i}".encode(), digest_size=8).digest() for i in range(count))
-    return [int.from_bytes(d, "little") >> 1 for d in digests]
+    return [derive_seed(seed, purpose, i) for i in range(count)]

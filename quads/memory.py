@@ -26,16 +26,11 @@ class MemoryEstimate:
         return sum(self.parts.values())
 
 
-def count_parameters(config: ModelConfig, targets: tuple[str, ...]) -> tuple[int, int]:
-    """(all parameters, those in quantized matrices)."""
-    c = config
-    attention = c.hidden_size * c.head_dim * (2 * c.num_heads + 2 * c.num_kv_heads)
-    experts = c.num_experts * 3 * c.hidden_size * c.moe_intermediate_size
-    norms = 2 * c.hidden_size + (2 * c.head_dim if c.qk_norm else 0)
-    layer = attention + experts + c.num_experts * c.hidden_size + norms
-    embeddings = c.vocab_size * c.hidden_size * (1 if c.tie_embeddings else 2)
-    targeted = (attention if "attention" in targets else 0) + (experts if "experts" in targets else 0)
-    return c.num_layers * layer + embeddings + c.hidden_size, c.num_layers * targeted
+def targeted_parameters(config: ModelConfig, targets: tuple[str, ...]) -> int:
+    """Parameters in quantized matrices."""
+    attention = config.hidden_size * config.head_dim * 2 * (config.num_heads + config.num_kv_heads)
+    experts = config.num_experts * 3 * config.hidden_size * config.moe_intermediate_size
+    return config.num_layers * (("attention" in targets) * attention + ("experts" in targets) * experts)
 
 
 def kv_cache_bytes(config: ModelConfig, slots: int, max_len: int, element_bytes: int) -> int:
@@ -47,7 +42,7 @@ def estimate_memory(
     config: ModelConfig, spec: QuantSpec, rollout: RolloutSettings, rl: RLSettings, dtype: torch.dtype
 ) -> MemoryEstimate:
     """Learner (fp32 master, gradients, two Adam moments, its quantized weights), activations, engine and KV cache."""
-    total, targeted = count_parameters(config, spec.targets)
+    total, targeted = config.num_parameters()[0], targeted_parameters(config, spec.targets)
     compute = dtype.itemsize
     per_weight = {"bf16": float(compute), "fp8": FP8_BYTES, "nvfp4": NVFP4_BYTES}
     engine_weight = (

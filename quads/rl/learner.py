@@ -6,7 +6,6 @@ rollout alike. A non-finite loss or gradient skips the update, three in a row st
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -168,10 +167,9 @@ class Learner:
                 "Lower optim.lr, or resume from an earlier checkpoint with --checkpoint.resume PATH"
             )
 
-    def state_dict(self) -> dict[str, Any]:
-        """Model, optimizer and counters. Tensors are the live ones: save them before the next update."""
-        counters = {"updates": self.updates, "skipped": self.skipped, "skipped_in_a_row": self.skipped_in_a_row}
-        return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict(), "counters": counters}
+    def counters(self) -> dict[str, int]:
+        """Plain numbers that belong to the optimizer state."""
+        return {"updates": self.updates, "skipped": self.skipped, "skipped_in_a_row": self.skipped_in_a_row}
 
     def load_counters(self, counters: dict[str, int]) -> None:
         """After the tensors were loaded in place: restore the counters and quantize what was loaded."""

@@ -1,0 +1,131 @@
+import math
+
+import pytest
+import torch
+
+from quads.config_sections import OptimSettings, QuantSettings, RLSettings
+from quads.errors import UserError
+from quads.model.config import ModelConfig
+from quads.model.model import MoEDecoder
+from quads.quant.recipes import RECIPES, resolve
+from quads.rl.learner import Learner, merge_updates
+from quads.rl.optimizer import learning_rate
+from quads.rl.packing import Sample, pack
+from quads.types import Completion
+
+CONFIG = ModelConfig(
+    vocab_size=40, hidden_size=32, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=16,
+    moe_intermediate_size=16, num_experts=4, top_k=2, rope_theta=1e4,
+)  # fmt: skip
+
+
+def make_learner(recipe="quads", rl=None, optim=None, reference=False):
+    def model():
+        made = MoEDecoder(CONFIG)
+        made.init_weights(torch.Generator().manual_seed(0))
+        return made
+
+    rl, optim = rl or RLSettings(), optim or OptimSettings(lr=1e-2, eps=1e-8)
+    spec = resolve(QuantSettings(recipe=recipe))
+    return Learner(model(), spec, optim, rl, 1.0, 10, 1, model() if reference else None)
+
+
+def make_samples(seed=0, count=12):
+    generator = torch.Generator().manual_seed(seed)
+    samples = []
+    for i in range(count):
+        prompt = torch.randint(40, (1 + i % 4,), generator=generator).tolist()
+        response = torch.randint(40, (1 + (5 * i) % 7,), generator=generator).tolist()
+        logprobs = (-4.0 * torch.rand(len(response), generator=generator) - 0.5).tolist()
+        samples.append(Sample(prompt, Completion(response, logprobs, "stop", 0), (-1.0) ** i * (0.5 + i / 8)))
+    return samples
+
+
+def gradients(learner, microbatches, denominator):
+    """Gradients of one mini-batch; lr = 0 keeps the weights, so the same learner can be asked again."""
+    learner.optim = OptimSettings(lr=0.0, max_grad_norm=0.0)
+    learner.update(learner.add_fixed_logprobs(microbatches), denominator)
+    return {name: p.grad.clone() for name, p in learner.model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("average", ["sample", "token"])
+def test_gradient_is_the_same_for_every_split(average):
+    learner = make_learner(rl=RLSettings(loss_average=average))
+    whole = gradients(learner, *pack(make_samples(), 10_000, average))
+    for budget in (1, 17, 30):
+        microbatches, denominator = pack(make_samples(), budget, average)
+        assert len(microbatches) > 1
+        split = gradients(learner, microbatches, denominator)
+        for name, grad in whole.items():
+            # fp32 sums in another order: 1e-5 of the largest entry
+            torch.testing.assert_close(split[name], grad, rtol=1e-4, atol=1e-5 * float(grad.abs().max()) + 1e-12)
+
+
+def test_untrained_samples_change_nothing_but_the_denominator():
+    samples = make_samples()
+    dropped = [Sample(s.prompt_ids, s.completion, s.advantage, trained=False) for s in make_samples(seed=1)]
+    learner = make_learner()
+    (mb, *_), denominator = pack(samples, 10_000, "sample")
+    alone = gradients(learner, [mb], denominator)
+    together = gradients(learner, *pack(samples + dropped, 10_000, "sample"))
+    for name, grad in alone.items():
+        expected = grad * denominator / (2 * denominator)
+        torch.testing.assert_close(together[name], expected, rtol=1e-4, atol=1e-5 * float(grad.abs().max()) + 1e-12)
+
+
+@pytest.mark.parametrize("recipe", list(RECIPES))
+def test_every_recipe_learns_its_own_samples(recipe):
+    """With old log-probs of its own and advantage +1 the probability of the samples rises."""
+    learner = make_learner(recipe, RLSettings(old_logprobs="learner"))
+    samples = [Sample(s.prompt_ids, s.completion, 1.0) for s in make_samples()]
+    microbatches, denominator = pack(samples, 10_000, "token")
+    before = float(learner.forward_logprobs(learner.model, microbatches[0])[0].detach().mean())
+    stats = [learner.update(learner.add_fixed_logprobs(microbatches), denominator) for _ in range(5)]
+    after = float(learner.forward_logprobs(learner.model, microbatches[0])[0].detach().mean())
+    assert after > before + 0.1
+    metrics = merge_updates(stats)
+    assert math.isfinite(metrics["train/grad_norm"]) and metrics["train/skipped_updates"] == 0
+    assert 0 < metrics["policy/entropy"] <= math.log(40) + 1e-5
+
+
+def test_lr_zero_keeps_weights_and_codes():
+    learner = make_learner(optim=OptimSettings(lr=0.0))
+    weights = {name: p.clone() for name, p in learner.model.named_parameters()}
+    learner.update(*pack(make_samples(), 10_000, "sample"))
+    for name, p in learner.model.named_parameters():
+        assert torch.equal(p, weights[name]), name
+
+
+def test_nonfinite_updates_are_skipped_and_the_third_stops():
+    learner = make_learner()
+    weights = {name: p.clone() for name, p in learner.model.named_parameters()}
+    bad = [Sample([1, 2], Completion([3], [-1.0], "stop", 0), float("nan"))]
+    minibatch = pack(bad, 100, "sample")
+    assert learner.update(*minibatch).skipped and learner.update(*minibatch).skipped
+    assert not learner.update(*pack(make_samples(), 10_000, "sample")).skipped  # a good one starts the count again
+    weights = {name: p.clone() for name, p in learner.model.named_parameters()}
+    learner.update(*minibatch)
+    learner.update(*minibatch)
+    with pytest.raises(UserError, match="3 updates in a row"):
+        learner.update(*minibatch)
+    assert learner.skipped == 5
+    for name, p in learner.model.named_parameters():
+        assert torch.equal(p, weights[name]), name
+
+
+def test_kl_pulls_back_to_the_reference():
+    learner = make_learner(rl=RLSettings(kl_coef=1.0, old_logprobs="learner"), reference=True)
+    microbatches, denominator = pack([Sample(s.prompt_ids, s.completion, 0.0) for s in make_samples()], 10_000, "token")
+    with torch.no_grad():
+        for p in learner.model.parameters():
+            p.add_(0.05 * torch.randn(p.shape, generator=torch.Generator().manual_seed(p.numel())))
+    learner.load_counters(learner.counters())  # quantizes the changed weights
+    losses = [learner.update(learner.add_fixed_logprobs(microbatches), denominator).loss for _ in range(8)]
+    assert losses[-1] < 0.5 * losses[0]
+
+
+def test_schedules_by_hand():
+    assert [learning_rate(i, 1.0, 4, 10, "constant") for i in (0, 3, 4, 9)] == [0.25, 1.0, 1.0, 1.0]
+    assert learning_rate(7, 2.0, 4, 10, "linear") == 1.0
+    assert learning_rate(7, 2.0, 4, 10, "cosine") == pytest.approx(1.0)
+    assert learning_rate(10, 1.0, 0, 10, "linear") == 0.0
