@@ -109,8 +109,9 @@ def expert_matmul(x_RK: Tensor, w_ENK: Tensor, offsets_E: Tensor, mode: MatmulMo
 
 
 def local_experts(weight: Tensor) -> Tensor:
-    """The experts of this process as a plain tensor: under expert parallelism a parameter is sharded over its
-    experts.""" to_local = getattr(weight, "to_local", None) return weight if to_local is None else to_local()
+    """The experts of this process as a plain tensor: under expert parallelism a parameter is sharded over them."""
+    to_local = getattr(weight, "to_local", None)
+    return weight if to_local is None else to_local()
 
 
 class Experts(nn.Module):

@@ -2,10 +2,11 @@
 
 import math
 from collections.abc import Iterable
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 
 def build_adamw(
@@ -25,7 +26,7 @@ def learning_rate(
     total: int,
     schedule: Literal["constant", "linear", "cosine"],
 ) -> float:
-    """Learning rate of optimizer update number `update` (0-based): linear warm-up, then the schedule down to 0 at `total`.
+    """Learning rate of optimizer update number `update` (0-based): linear warm-up, then the schedule, 0 at `total`.
 
     A pure function of the update number: resuming needs no scheduler state.
     """
@@ -42,8 +43,19 @@ def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float) -> Tenso
 
     A non-finite norm leaves the gradients as they are: the caller skips that update.
     """
-    parameters = [p for p in parameters if p.grad is not None]
-    norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+    by_mesh: dict[Any, list[nn.Parameter]] = {}  # sharded gradients that live on different meshes cannot be added up
+    for parameter in parameters:
+        if parameter.grad is not None:
+            by_mesh.setdefault(getattr(parameter.grad, "device_mesh", None), []).append(parameter)
+    norms = [_whole(get_total_norm([p.grad for p in group if p.grad is not None])) for group in by_mesh.values()]
+    norm = norms[0] if len(norms) == 1 else torch.stack(norms).square().sum().sqrt()
     if max_norm > 0 and bool(torch.isfinite(norm)):
-        torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
+        for group in by_mesh.values():
+            clip_grads_with_norm_(group, max_norm, norm)
     return norm
+
+
+def _whole(norm: Tensor) -> Tensor:
+    """The norm over all processes that share the gradients."""
+    full_tensor = getattr(norm, "full_tensor", None)
+    return norm if full_tensor is None else full_tensor()

@@ -1,0 +1,199 @@
+"""From the single-device model to one that many processes train: the order is fixed.
+
+    expert parallelism -> activation checkpointing -> torch.compile -> FSDP2
+
+The parameters become DTensors that own this process's shard; module code is unchanged. Every process computes the loss
+of its own tokens divided by the GLOBAL denominator, so gradients are sums over processes and nothing is averaged:
+every FSDP module gets a gradient divide factor of 1. Two reasons. The backward of the token exchange already sums an
+expert's gradient over its ep group, so the default average over the (smaller) expert mesh would leave expert gradients
+`ep` times too large against the dense ones, which a global norm clip feels. And 1 is the only factor that FSDP applies
+exactly once in every case (with a mesh of one process it divides twice by any other).
+
+The master weights are fp32. FSDP gathers them in the dtype of the activations, the cast that the modules would do
+themselves, and reduces gradients in fp32.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from quads.distributed import Meshes
+from quads.errors import UserError
+from quads.model.dispatch import AllToAllDispatcher
+from quads.model.hf import HFCheckpoint, check_same_shape, expert_names
+from quads.model.model import DecoderLayer, MoEDecoder
+
+Checkpointing = Literal["none", "full", "selective", "moe"]
+
+# What "selective" keeps: the matmuls, attention and the token exchange. Everything between them is computed again.
+KEPT_OPS = (
+    "aten.mm",
+    "aten._grouped_mm",
+    "aten._scaled_dot_product_flash_attention",
+    "aten._scaled_dot_product_flash_attention_for_cpu",
+    "aten._scaled_dot_product_efficient_attention",
+    "aten._scaled_dot_product_cudnn_attention",
+    "torch_attn._varlen_attn",
+    "_c10d_functional.all_to_all_single",
+)
+
+
+def parallelize(
+    model: MoEDecoder, meshes: Meshes | None, checkpointing: Checkpointing = "none", compile: bool = False
+) -> MoEDecoder:
+    """Prepare a model for training on `meshes`, in place, and return it.
+
+    Args:
+        model: not yet holding values if there is more than one process: build it on the meta device, give it memory
+            with `to_empty(device=...)` afterwards, fill it through `write_part` or `load_hf_sharded`.
+        meshes: None with one process; the model then is only checkpointed and compiled.
+
+    Raises:
+        UserError: the experts do not divide by the ep size.
+    """
+    if meshes is not None and meshes.ep.size() > 1:
+        apply_expert_parallel(model, meshes.ep)
+    for layer in model.model.layers:
+        assert isinstance(layer, DecoderLayer)
+        apply_checkpointing(layer, checkpointing)
+        if compile:
+            apply_compile(layer)
+    if meshes is not None:
+        apply_fsdp(model, meshes)
+    return model
+
+
+def apply_expert_parallel(model: MoEDecoder, mesh: DeviceMesh) -> None:
+    """Give each process of `mesh` an equal, contiguous share of every layer's experts."""
+    num_experts = model.config.num_experts
+    if num_experts % mesh.size():
+        raise UserError(f"[parallel] ep = {mesh.size()} must divide the model's {num_experts} experts")
+    dispatcher = AllToAllDispatcher(mesh.get_group())
+    for layer in model.model.layers:
+        experts = layer.mlp.experts
+        experts.dispatcher = dispatcher
+        for name, parameter in list(experts.named_parameters(recurse=False)):
+            sharded = distribute_tensor(parameter, mesh, [Shard(0)], src_data_rank=None)
+            experts.register_parameter(name, nn.Parameter(sharded))
+
+
+def apply_checkpointing(layer: DecoderLayer, mode: Checkpointing) -> None:
+    """What the backward pass computes again: nothing, the layer, all but its large products, or its experts (paper)."""
+    if mode == "full":
+        _checkpoint_forward(layer)
+    elif mode == "selective":
+        _checkpoint_forward(layer, partial(create_selective_checkpoint_contexts, _keep_large_products))
+    elif mode == "moe":
+        _checkpoint_forward(layer.mlp)
+
+
+def apply_compile(layer: DecoderLayer) -> None:
+    """Compile the parts of a layer between the token exchanges, whose sizes the host has to read."""
+    for module in (layer.input_layernorm, layer.self_attn, layer.post_attention_layernorm, layer.mlp.gate):
+        module.forward = torch.compile(module.forward)
+    layer.mlp.experts.compute = torch.compile(layer.mlp.experts.compute)
+
+
+def apply_fsdp(model: MoEDecoder, meshes: Meshes) -> None:
+    """Shard experts over the expert mesh, each layer's rest over the dense mesh, embeddings and head with the root."""
+    param_dtype = None if model.dtype == torch.float32 else model.dtype
+    policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    for layer in model.model.layers:
+        fully_shard(layer.mlp.experts, mesh=meshes.expert, mp_policy=policy)
+        fully_shard(layer, mesh=meshes.dense, mp_policy=policy)
+    fully_shard(model, mesh=meshes.dense, mp_policy=policy)
+    for module in fsdp_modules(model):
+        module.set_gradient_divide_factor(1.0)
+        module.set_force_sum_reduction_for_comms(True)  # gloo has no scaled sum, and none is wanted
+
+
+def fsdp_modules(model: nn.Module) -> list[FSDPModule]:
+    """The FSDP modules of a model, none with one process."""
+    return [module for module in model.modules() if isinstance(module, FSDPModule)]
+
+
+def reshard(model: nn.Module) -> None:
+    """Free gathered weights. After a forward without backward the root still holds its own, and `named_parameters`
+    then yields those instead of the shards; call this before reading, saving or quantizing parameters."""
+    for module in fsdp_modules(model):
+        module.reshard()
+
+
+def local_part(parameter: Tensor) -> tuple[slice, ...]:
+    """Where this process's part of a parameter lies in the full tensor."""
+    if not isinstance(parameter, DTensor):
+        return tuple(slice(0, size) for size in parameter.shape)
+    shape, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
+    return tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))
+
+
+@torch.no_grad()
+def write_part(parameter: Tensor, values: Tensor) -> None:
+    """Store this process's part of the full `values`."""
+    local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    local.copy_(values[local_part(parameter)])
+
+
+@torch.no_grad()
+def load_hf_sharded(folder: str | Path, model: MoEDecoder) -> None:
+    """`load_hf` for a sharded model: each process reads the experts it owns, one tensor at a time."""
+    check_same_shape(folder, model)
+    checkpoint = HFCheckpoint(folder, model.config)
+    for name, parameter in model.named_parameters():
+        rows = local_part(parameter)[0]
+        if rows.stop <= rows.start:
+            continue  # more processes than rows
+        experts = range(rows.start, rows.stop)
+        values = checkpoint.tensor(name, experts) if expert_names(name, 0) else checkpoint.tensor(name)[rows]
+        local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        local.copy_(values)
+
+
+@torch.no_grad()
+def gather_full(local: Tensor, parameter: Tensor) -> Tensor:
+    """The full tensor of which `local` is this process's part; collective over the processes that share `parameter`.
+
+    `local` has the rows of the local part of `parameter`, in any dtype and width (packed codes, a cast): what travels
+    is exactly its bytes. Without sharding it is returned as it is.
+    """
+    if not isinstance(parameter, DTensor):
+        return local
+    mesh = parameter.device_mesh
+    sharded = [dim for dim, placement in enumerate(parameter.placements) if not isinstance(placement, Replicate)]
+    rows = parameter.shape[0]
+    rows_after = []  # of the result of the gather over each mesh dimension; the last one is the outermost split
+    for dim in reversed(sharded):
+        rows_after.append(rows)
+        rows = -(-rows // mesh.size(dim))
+    bits = local.contiguous().view(torch.uint8) if local.dtype.itemsize == 1 else local.contiguous()
+    for dim, total in zip(sharded, reversed(rows_after), strict=True):
+        chunk = -(
+            -total // mesh.size(dim)
+        )  # torch.chunk: equal parts but for the last ones, which may be short or empty
+        padded = bits.new_zeros(chunk, *bits.shape[1:])
+        padded[: bits.shape[0]] = bits
+        gathered = bits.new_empty(mesh.size(dim) * chunk, *bits.shape[1:])
+        dist.all_gather(list(gathered.chunk(mesh.size(dim))), padded, group=mesh.get_group(dim))
+        bits = gathered[:total]
+    return bits.view(local.dtype)
+
+
+def _checkpoint_forward(module: nn.Module, context_fn: Callable[[], Any] | None = None) -> None:
+    options = {} if context_fn is None else {"context_fn": context_fn}
+    # Nothing in the model draws random numbers, so there is no generator state to keep.
+    module.forward = partial(checkpoint, module.forward, use_reentrant=False, preserve_rng_state=False, **options)
+
+
+def _keep_large_products(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    kept = str(op).rpartition(".")[0] in KEPT_OPS
+    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
