@@ -143,8 +143,9 @@ class PackedContext:
 
 @dataclass
 class KVCache:
-    """Preallocated keys and values. A slot holds one sequence; its first `length` entries are valid, the rest is stale.
-    Stale cells get weight zero in attention, so they must be finite: the cache starts as zeros.
+    """Preallocated keys and values, in the dtype of the activations. A slot holds one sequence; its first `length`
+    cells are valid, the rest is stale. Stale cells get weight zero in attention, so they must be finite: the cache
+    starts as zeros.
 
     Example: 2 layers, 256 slots of 512 tokens, 4 key-value heads of 128 in bf16: two tensors of 0.25 GiB.
     """
@@ -161,44 +162,37 @@ class KVCache:
         return self.k.shape[2]
 
 
-@dataclass
+@dataclass(kw_only=True)
 class PrefillContext(PackedContext):
-    """Prompts laid end to end; the keys and values of each go to all slots of its group, so n responses share one
-    prefill.
+    """Prompts laid end to end; their keys and values go to cache slots. Several slots may take the same prompt, so that
+    n responses share one prefill.
 
     `target_cells` and `source_rows` list, for every (slot, prompt token), the flat cache cell slot * max_len + position
     and the packed row to store there.
     """
 
-    cache: KVCache | None = None
-    target_cells: Tensor | None = None  # int64
-    source_rows: Tensor | None = None  # int64
+    cache: KVCache
+    target_cells: Tensor  # int64
+    source_rows: Tensor  # int64
 
     @classmethod
     def build_for_slots(
-        cls, lengths: list[int], slots: list[list[int]], cache: KVCache, device: torch.device | str = "cpu"
+        cls, lengths: list[int], slots: list[int], sequences: list[int], cache: KVCache
     ) -> "PrefillContext":
-        """`slots[i]` are the cache slots that receive sequence i."""
-        context = cls.build(lengths, device)
-        assert isinstance(context, PrefillContext)
-        start, targets, sources = 0, [], []
-        for length, members in zip(lengths, slots, strict=True):
-            offsets = torch.arange(length)
-            cells = torch.tensor(members, dtype=torch.int64)[:, None] * cache.max_len + offsets
-            targets.append(cells.flatten())
-            sources.append((start + offsets).repeat(len(members)))
-            start += length
-        context.cache = cache
-        context.target_cells = torch.cat(targets).to(device)
-        context.source_rows = torch.cat(sources).to(device)
-        return context
+        """Slot `slots[i]` takes sequence number `sequences[i]`, of `lengths[sequences[i]]` tokens."""
+        packed = PackedContext.build(lengths, cache.k.device)
+        slots_M, sequences_M = torch.tensor(slots), torch.tensor(sequences)
+        length_M = torch.tensor(lengths)[sequences_M]
+        start_M = packed.cu_seqlens[:-1].to("cpu", torch.int64)[sequences_M]
+        offsets = torch.arange(int(length_M.sum())) - (length_M.cumsum(0) - length_M).repeat_interleave(length_M)
+        targets = (slots_M * cache.max_len).repeat_interleave(length_M) + offsets
+        sources = start_M.repeat_interleave(length_M) + offsets
+        device = cache.k.device
+        return cls(**vars(packed), cache=cache, target_cells=targets.to(device), source_rows=sources.to(device))
 
     def attend(self, layer: int, q_TND: Tensor, k_TGD: Tensor, v_TGD: Tensor) -> Tensor:
-        assert self.cache is not None and self.target_cells is not None and self.source_rows is not None
         for stored, new in ((self.cache.k[layer], k_TGD), (self.cache.v[layer], v_TGD)):
-            stored.flatten(0, 1).index_copy_(
-                0, self.target_cells, new.index_select(0, self.source_rows).to(stored.dtype)
-            )
+            stored.flatten(0, 1).index_copy_(0, self.target_cells, new.index_select(0, self.source_rows))
         return super().attend(layer, q_TND, k_TGD, v_TGD)
 
 
@@ -229,8 +223,8 @@ class DecodeContext:
     def attend(self, layer: int, q_TND: Tensor, k_TGD: Tensor, v_TGD: Tensor) -> Tensor:
         num_rows, num_kv_heads = q_TND.shape[0], k_TGD.shape[1]
         k_slots, v_slots = self.cache.k[layer], self.cache.v[layer]
-        k_slots[self.rows_T, self.positions_T] = k_TGD.to(k_slots.dtype)
-        v_slots[self.rows_T, self.positions_T] = v_TGD.to(v_slots.dtype)
+        k_slots[self.rows_T, self.positions_T] = k_TGD
+        v_slots[self.rows_T, self.positions_T] = v_TGD
         k = k_slots[:num_rows, : self.window].transpose(1, 2)
         v = v_slots[:num_rows, : self.window].transpose(1, 2)
         # The query heads that share a key-value head take the place of the query positions.

@@ -111,7 +111,7 @@ def test_prefill_and_decode_equal_the_packed_forward(dtype: torch.dtype, atol: f
         packed = model.logits(model(torch.cat(tokens), PackedContext.build(lengths))).split(lengths)
         cache = make_cache(slots=4, max_len=16, dtype=dtype)
         prompts = torch.cat([t[:p] for t, p in zip(tokens, prompt, strict=True)])
-        context = PrefillContext.build_for_slots(prompt, [[0], [1], [2]], cache)
+        context = PrefillContext.build_for_slots(prompt, [0, 1, 2], [0, 1, 2], cache)
         prefill = model.logits(model(prompts, context)).split(prompt)
         for a, b, p in zip(prefill, packed, prompt, strict=True):
             assert_close(a, b[:p], atol=atol)
@@ -131,7 +131,7 @@ def test_decode_does_not_depend_on_window_or_stale_cells() -> None:
         results = []
         for window, stale in ((6, 0.0), (16, 0.0), (16, 9.0)):
             cache = make_cache(slots=3, max_len=16, dtype=torch.float64, fill=stale)
-            model(torch.arange(8), PrefillContext.build_for_slots([5, 3], [[0], [1]], cache))
+            model(torch.arange(8), PrefillContext.build_for_slots([5, 3], [0, 1], [0, 1], cache))
             results.append(model(torch.tensor([7, 8]), DecodeContext(cache, torch.tensor([5, 3]), window)))
     assert_close(results[1], results[0], atol=1e-13)
     assert_close(results[2], results[0], atol=1e-13)
@@ -141,7 +141,7 @@ def test_shared_prefill_fills_every_slot_of_a_group_and_no_other() -> None:
     model, cache = make_model(), make_cache(slots=5, max_len=8, fill=torch.nan)
     tokens = torch.randint(50, (7,))
     with torch.no_grad():
-        model(tokens, PrefillContext.build_for_slots([3, 4], [[4, 1], [2]], cache))
+        model(tokens, PrefillContext.build_for_slots([3, 4], [4, 1, 2], [0, 0, 1], cache))
     for store in (cache.k, cache.v):
         assert_bitwise(store[:, 4, :3], store[:, 1, :3])
         assert store[:, [0, 3]].isnan().all() and store[:, 1, 3:].isnan().all()

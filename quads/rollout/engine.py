@@ -1,0 +1,61 @@
+"""What a rollout engine is: prompts in, sampled responses with their log-probs out, weights replaced in place.
+
+Two implementations: `native.NativeEngine` (plain PyTorch, anywhere) and `vllm_engine.VLLMEngine`.
+"""
+
+from collections.abc import Iterable
+from typing import Protocol
+
+from torch import Tensor
+
+from quads.types import Completion, Sampling
+
+
+class Engine(Protocol):
+    """Weights are undefined until the first `update_weights`, and `policy_version` is -1 until then."""
+
+    policy_version: int
+
+    def generate(
+        self,
+        prompts: list[list[int]],
+        n: int,
+        sampling: Sampling,
+        seeds: list[int],
+        routed_experts: bool = False,
+    ) -> list[list[Completion]]:
+        """`n` responses to each prompt. `seeds[p * n + j]` alone decides the random numbers of response j to prompt p.
+
+        Log-probs are those of the distribution that was sampled from, softmax(logits / temperature).
+
+        Raises:
+            UserError: a prompt and its response do not fit, or the engine cannot do what is asked.
+        """
+        ...
+
+    def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """Overwrite all weights in place, drop everything cached, and take the new version last.
+
+        `weights` are (parameter name, tensor or quantized tensor), each parameter once; engines never quantize.
+
+        Raises:
+            UserError: a tensor is missing, unknown, misshaped or there twice. Generating is then refused until a
+                whole set has arrived.
+        """
+        ...
+
+    def checksums(self) -> dict[str, int]:
+        """Name -> `sync.checksum` of every tensor as it lies in the engine."""
+        ...
+
+    def sleep(self) -> None:
+        """Give memory back to the trainer between rollouts."""
+        ...
+
+    def wake(self) -> None:
+        """Take it again, before the next `generate`."""
+        ...
+
+    def close(self) -> None:
+        """Free everything; the engine is not used again."""
+        ...
