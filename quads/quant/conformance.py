@@ -14,7 +14,6 @@ that ran and names every mismatch. Exit code 0: none; 1: some; 2: the file or th
 """
 
 import argparse
-import importlib
 import json
 import sys
 from collections.abc import Callable
@@ -26,6 +25,7 @@ from torch import Tensor
 
 from quads.errors import UserError, main_guard
 from quads.quant import nvfp4, residual
+from quads.quant.backend import kernel_device, load_kernels
 
 Case = dict[str, Any]
 Fields = dict[str, Tensor]  # int64, flat: bit patterns by field name
@@ -110,8 +110,8 @@ def run_reference(case: Case) -> Fields:
 
 def run_triton(case: Case) -> Fields:
     """What the Triton kernels make of it."""
-    kernels = _kernels()
-    return _run(case, kernels, kernels.compensate_packed, _kernel_device())
+    kernels = load_kernels()
+    return _run(case, kernels, kernels.compensate_packed, kernel_device())
 
 
 def _run(case: Case, quantizer: Any, compensate_packed: Callable[..., Any], device: torch.device) -> Fields:
@@ -157,29 +157,6 @@ def _is_nan(bits: Tensor) -> Tensor:
     return (bits & 0x7FFFFFFF) > 0x7F800000
 
 
-def _kernels() -> Any:
-    """The Triton kernels, or a UserError that says what can be had instead."""
-    instead = "run `--backend reference`, which needs neither"
-    try:
-        importlib.import_module("triton")
-        kernels = importlib.import_module("quads.quant.kernels")
-    except ImportError as error:
-        raise UserError(f"backend triton cannot be imported ({error}); install triton, or {instead}") from None
-    if not torch.cuda.is_available() and not _interpreted():
-        raise UserError(
-            f"backend triton needs a CUDA GPU, or TRITON_INTERPRET=1 to interpret them on the CPU; else {instead}"
-        )
-    return kernels
-
-
-def _interpreted() -> bool:
-    return bool(importlib.import_module("triton").knobs.runtime.interpret)
-
-
-def _kernel_device() -> torch.device:
-    return torch.device("cpu" if _interpreted() else "cuda")
-
-
 def check(cases: list[Case], run: Callable[[Case], Fields]) -> list[str]:
     """Every mismatch of a backend, each with the name of its case."""
     return [
@@ -208,7 +185,7 @@ def main(argv: list[str] | None = None) -> int:
         runners = {args.backend: runners[args.backend]}
     if "triton" in runners:
         try:
-            _kernels()
+            load_kernels()
         except UserError as error:
             if args.backend != "all":
                 raise

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from quads.quant import conformance
+from quads.quant import backend, conformance
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 NVFP4 = GOLDEN / "nvfp4_vectors.json"
@@ -101,11 +101,11 @@ def test_missing_file_and_no_json_exit_2(tmp_path, capsys):
 
 
 def test_backend_that_cannot_run_is_an_error_and_all_says_so(monkeypatch, capsys):
-    monkeypatch.setattr(conformance, "_interpreted", lambda: False)
+    monkeypatch.setattr(backend, "interpreted", lambda: False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(SystemExit) as exit_info:
         conformance.main([str(RESIDUAL), "--backend", "triton"])
-    assert exit_info.value.code == 2 and "--backend reference" in capsys.readouterr().err
+    assert exit_info.value.code == 2 and "reference backend" in capsys.readouterr().err
     assert conformance.main([str(RESIDUAL), "--backend", "all"]) == 0
     out = capsys.readouterr().out
     assert "triton: did not run: " in out and "reference: 9 cases, 0 mismatches" in out

@@ -1,0 +1,90 @@
+"""The rollout's matmul in plain torch: the reference of every kernel.
+
+    y = sum of +- operand @ W^T        W and the operands hold exactly the values that their 4- or 8-bit codes stand for
+
+The operands of an activation are one (x, or Q_A(x)) or two (Q_A(x), and the residual that is subtracted: residual.py).
+Both multiply the same W; they are not merged before, because their difference does not fit bf16.
+
+On a CPU the products accumulate in float64 and the result is rounded once to the activation dtype. Products of codes
+are exact in float64 and their sum nearly so, which makes a row's result independent of how many rows it is computed
+with: no activation code flips because a matmul was blocked another way. On a GPU this path accumulates in fp32 and is
+there to compare kernels with; a kernel takes its place through `rollout_classes` in rollout.py.
+
+Shapes: T rows, N output features, K input features, E experts.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from quads.model.moe import expert_matmul, matmul_mode
+from quads.quant import fp8, nvfp4, residual
+from quads.quant.recipes import ROLLOUTS, Precision, QuantSpec
+from quads.quant.tensor import Float8BlockTensor, NVFP4Tensor
+
+
+@dataclass(frozen=True)
+class SiteSpec:
+    """What happens at one matrix input of the rollout.
+
+    Example: `SiteSpec("w4a4_residual", 0.5, "batch", "pow2")`
+    """
+
+    precision: Precision
+    ratio: float
+    selection: residual.Selection
+    global_scale: nvfp4.GlobalScaleMode
+
+    @classmethod
+    def of(cls, spec: QuantSpec, site: str) -> "SiteSpec":
+        return cls(spec.rollout_precision(site), spec.ratio, spec.selection, spec.global_scale)
+
+
+def allocate(shape: torch.Size, site: SiteSpec, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Storage for a rollout weight: an NVFP4Tensor, a Float8BlockTensor, or a plain tensor of `dtype`."""
+    weights = ROLLOUTS[site.precision][0]
+    if weights == "nvfp4":
+        return NVFP4Tensor.empty(shape, dtype, site.global_scale, device)
+    if weights == "fp8":
+        return Float8BlockTensor.empty(shape, dtype, site.global_scale, device)
+    return torch.zeros(shape, dtype=dtype, device=device)
+
+
+def quantize_activation(x_TK: Tensor, site: SiteSpec, live_T: Tensor | None = None) -> tuple[Tensor, ...]:
+    """The operands (x,) or (main, residual), each [T, K] in the dtype of x, which holds their values exactly if bf16 or
+    wider. live_T: see `residual.compensate`."""
+    activations = ROLLOUTS[site.precision][1]
+    if site.precision == "w4a4_residual":
+        main_TK, residual_TK = residual.compensate(x_TK, site.ratio, site.selection, live_T)
+        return main_TK.to(x_TK.dtype), residual_TK.to(x_TK.dtype)
+    if activations == "nvfp4":
+        return (nvfp4.qdq_rows(x_TK, x_TK.dtype),)
+    if activations == "fp8":
+        return (fp8.qdq_rows(x_TK, site.global_scale, x_TK.dtype),)
+    return (x_TK,)
+
+
+def wide_dtype(device: torch.device) -> torch.dtype:
+    """The dtype that the reference path multiplies and accumulates in."""
+    return torch.float64 if device.type == "cpu" else torch.float32
+
+
+def widen(weight: Tensor) -> Tensor:
+    """The values of a stored weight in the dtype that the reference path multiplies in."""
+    wide = wide_dtype(weight.device)
+    return weight.dequantize(wide) if isinstance(weight, NVFP4Tensor | Float8BlockTensor) else weight.to(wide)
+
+
+def linear(operands: tuple[Tensor, ...], wide_NK: Tensor) -> Tensor:
+    """First operand minus the second, each times W^T: [T, N] in the dtype of the operands."""
+    first, *rest = (F.linear(operand.to(wide_NK.dtype), wide_NK) for operand in operands)
+    return (first - rest[0] if rest else first).to(operands[0].dtype)
+
+
+def grouped_linear(operands: tuple[Tensor, ...], wide_ENK: Tensor, offsets_E: Tensor) -> Tensor:
+    """The same for rows sorted by expert; offsets_E int32 [E] are the ends of the experts' rows."""
+    mode = matmul_mode(operands[0].to(wide_ENK.dtype), wide_ENK)
+    first, *rest = (expert_matmul(operand.to(wide_ENK.dtype), wide_ENK, offsets_E, mode) for operand in operands)
+    return (first - rest[0] if rest else first).to(operands[0].dtype)

@@ -1,0 +1,109 @@
+"""Recipes, overrides, contradictions, the banner, and which kernel serves what."""
+
+import pytest
+import torch
+
+from quads.config_sections import QuantSettings
+from quads.errors import UserError
+from quads.quant import backend
+from quads.quant.recipes import QuantSpec, banner, resolve
+
+
+def test_the_six_recipes():
+    expected = {
+        "bf16": ("bf16", "bf16", "bf16"),
+        "fp8": ("fp8", "fp8", "fp8"),
+        "naive": ("bf16", "bf16", "w4a4"),
+        "qat": ("nvfp4", "bf16", "w4a4"),
+        "symmetric": ("nvfp4", "nvfp4", "w4a4"),
+        "quads": ("nvfp4", "bf16", "w4a4_residual"),
+    }
+    for recipe, both in expected.items():
+        assert resolve(QuantSettings(recipe=recipe)) == QuantSpec(*both)
+    spec = resolve(QuantSettings())
+    assert (spec.targets, spec.residual_sites) == (("experts", "attention"), ("w13",))
+    assert (spec.ratio, spec.selection, spec.global_scale) == (0.5, "batch", "pow2")
+    assert resolve(QuantSettings()) == QuantSpec(*expected["quads"])
+
+
+def test_explicit_keys_override_the_recipe():
+    spec = resolve(QuantSettings(recipe="quads", rollout="w4a16", learner_activations="fp8", residual_ratio=0.25))
+    assert spec == QuantSpec("nvfp4", "fp8", "w4a16", ratio=0.25)
+
+
+def test_precision_of_each_site():
+    spec = resolve(QuantSettings(residual_sites=("w2", "w13")))
+    assert [spec.rollout_precision(s) for s in ("w13", "w2", "qkv", "o", "router", "lm_head")] == [
+        "w4a4_residual",
+        "w4a4_residual",
+        "w4a4",
+        "w4a4",
+        "bf16",
+        "bf16",
+    ]
+    spec = resolve(QuantSettings(recipe="fp8", targets=("attention",)))
+    assert [spec.rollout_weights(s) for s in ("w13", "qkv", "o")] == ["bf16", "fp8", "fp8"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"recipe": "int4"}, "bf16, fp8, naive, qat, symmetric, quads"),
+        ({"rollout": "w8a8"}, "w4a4_residual"),
+        ({"learner_weights": "fp4"}, "nvfp4"),
+        ({"learner_activations": "int8"}, "nvfp4"),
+        ({"targets": ("router",)}, "experts, attention"),
+        ({"targets": ()}, "targets is empty"),
+        ({"residual_sites": ()}, 'rollout = "w4a4"'),
+        ({"residual_sites": ("w1",)}, "w13, w2, qkv, o"),
+        ({"targets": ("attention",)}, "residual_sites has w13"),
+        ({"residual_ratio": 1.5}, "outside [0, 1]"),
+        ({"residual_selection": "row"}, "batch, block, token"),
+        ({"global_scale": "e8m0"}, "pow2, amax"),
+    ],
+)
+def test_bad_settings_say_what_can_be_had(changes, message):
+    with pytest.raises(UserError, match=r"\[quant\]") as error:
+        resolve(QuantSettings(**changes))
+    assert message in str(error.value)
+
+
+def test_sites_of_an_unused_residual_are_not_an_error():
+    assert resolve(QuantSettings(recipe="qat", targets=("attention",))).rollout == "w4a4"
+    assert resolve(QuantSettings(recipe="bf16", targets=())).rollout == "bf16"
+
+
+def test_banner_names_every_group_and_its_kernel():
+    lines = banner(resolve(QuantSettings()), "native", "auto", "cpu", torch.float32).splitlines()
+    table = {line[:22].strip(): line for line in lines}
+    assert "W nvfp4 A fp32" in table["experts w13 (gate, up)"]
+    assert "W nvfp4 A nvfp4 + residual of 0.5 of the channels (batch)" in table["experts w13 (gate, up)"]
+    for group in ("experts w2 (down)", "attention q, k, v", "attention o"):
+        assert "W nvfp4 A nvfp4  " in table[group] and "residual" not in table[group]
+        assert table[group].endswith("reference (plain torch)")
+    plain = table["router, embeddings, no"]
+    assert "norms, lm_head" in plain and plain.count("W fp32 A fp32") == 2 and "nvfp4" not in plain
+    bf16 = banner(resolve(QuantSettings(recipe="bf16")))
+    assert bf16.count("W bf16 A bf16") == 10 and "W nvfp4" not in bf16
+    assert "vllm engine" in banner(resolve(QuantSettings()), "vllm")
+    assert "not exact in bf16" in banner(resolve(QuantSettings(global_scale="amax")))
+
+
+def test_kernel_choice():
+    cpu = torch.device("cpu")
+    assert backend.choose_kernel("auto", cpu, "w4a4") == "reference"
+    assert backend.choose_kernel("reference", cpu, "w4a4") == "reference"
+    assert backend.choose_kernel("auto", torch.device("cuda"), "fp8") == "reference"
+    with pytest.raises(UserError, match='"auto", "reference" or "triton"'):
+        backend.choose_kernel("cutlass", cpu, "w4a4")
+    with pytest.raises(UserError, match="not fp8"):
+        backend.choose_kernel("triton", cpu, "fp8")
+
+
+def test_triton_without_a_gpu_is_an_error(monkeypatch):
+    monkeypatch.setattr(backend, "interpreted", lambda: False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(UserError, match="reference backend"):
+        backend.choose_kernel("triton", torch.device("cpu"), "w4a4")
+    with pytest.raises(UserError, match="reference backend"):
+        banner(resolve(QuantSettings()), kernel="triton")
