@@ -29,7 +29,7 @@ from quads.config_sections import (
     TrainSettings,
 )
 from quads.config_sources import build_sources, known_sources, read_toml
-from quads.config_values import check_table, describe_range, nearest, parse_text, toml_key, toml_table
+from quads.config_values import check_table, describe_range, is_key, nearest, set_text, toml_key, toml_table
 from quads.errors import UserError
 
 
@@ -53,12 +53,13 @@ class Config:
     log: LogSettings = field(default_factory=LogSettings)
     parallel: ParallelSettings = field(default_factory=ParallelSettings)
     dry_run: bool = False  # --dry-run: check everything, print the plan, stop. Not a TOML key.
+    path: str = field(default="", compare=False)  # the file of --config, for messages
 
 
 SECTIONS: dict[str, type] = {
     f.name: f.default_factory  # type: ignore[misc]  # a section's default factory is its class
     for f in dataclasses.fields(Config)
-    if f.name not in ("sources", "dry_run")
+    if f.name not in ("sources", "dry_run", "path")
 }
 
 
@@ -73,14 +74,15 @@ def load_config(argv: list[str]) -> Config:
     for dotted, text in overrides:
         section, _, name = dotted.partition(".")
         if section != "sources":
-            tables.setdefault(section, {})[name] = parse_text(SECTIONS[section], f"[{section}]", name, text)
+            set_text(SECTIONS[section], f"[{section}]", tables.setdefault(section, {}), name, text)
     sections = {name: check_table(cls, f"[{name}]", tables.get(name, {})) for name, cls in SECTIONS.items()}
     task: TaskSettings = sections["task"]
     source_overrides = [
         (dotted.removeprefix("sources."), text) for dotted, text in overrides if dotted.startswith("sources.")
     ]
     sources = build_sources(tables.get("sources", {}), source_overrides, [*task.train, *task.eval], config_path)
-    return resolve(Config(**sections, sources=sources, dry_run=dry_run), config_path)
+    cfg = Config(**sections, sources=sources, dry_run=dry_run, path=str(config_path or ""))
+    return resolve(cfg, config_path)
 
 
 def resolve(cfg: Config, config_path: Path | None = None) -> Config:
@@ -211,13 +213,14 @@ def _split_arguments(argv: list[str]) -> tuple[Path | None, list[tuple[str, str]
 
 def _check_option(name: str) -> None:
     section, _, key = name.partition(".")
-    if name == "config" or name in _all_keys() or (section == "sources" and key.count(".") >= 1):
+    if section == "sources" and "." in key:
         return  # the keys of a source are checked where its table is
+    if name == "config" or section in SECTIONS and is_key(SECTIONS[section], key):
+        return
     if section in SECTIONS or section == "sources":
         raise UserError(f"unknown option --{name}; {_suggest_key(section, key)}")
-    raise UserError(
-        f"unknown option --{name}; nearest valid one: --{nearest(name, ['config', 'dry-run', *_all_keys()])}"
-    )
+    options = ["config", "dry-run", *_all_keys()]
+    raise UserError(f"unknown option --{name}; nearest valid one: --{nearest(name, options)}")
 
 
 def _check_names(tables: dict[str, Any], where: str) -> None:

@@ -223,7 +223,7 @@ class OptimSettings:
 class TrainSettings:
     """[train]: the run."""
 
-    steps: int = key(260, "steps of rollout and update", low=0)
+    steps: int = key(260, "steps of rollout and update", low=1)
     seed: int = key(0, "seed of every random choice", low=0, high=2**31 - 1)
     out: str = key("", "run folder (default: runs/<name of the config file>)")
     device: str = key("auto", "auto takes the GPU if there is one", choices=("auto", "cpu", "cuda"))

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from quads.config_sections import SourceSettings
-from quads.config_values import check_table, parse_text
+from quads.config_values import check_table, set_text
 from quads.errors import UserError
 
 REPOSITORY_CONFIGS = Path(__file__).resolve().parent.parent / "configs"
@@ -18,8 +18,10 @@ REPOSITORY_CONFIGS = Path(__file__).resolve().parent.parent / "configs"
 
 def read_toml(path: Path) -> dict[str, Any]:
     """Parse one TOML file; every way it can fail is a UserError with the file and, where there is one, the line."""
+    text = ""
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
+        return tomllib.loads(text)
     except FileNotFoundError:
         raise UserError(f"config file not found: {path}") from None
     except OSError as error:
@@ -27,7 +29,8 @@ def read_toml(path: Path) -> dict[str, Any]:
     except UnicodeDecodeError as error:
         raise UserError(f"config file {path} is not UTF-8 text (byte {error.start})") from None
     except tomllib.TOMLDecodeError as error:
-        raise UserError(f"config file {path} is not valid TOML: {error}") from None
+        reason = str(error).replace("at end of document", f"at line {len(text.splitlines())}, the end of the file")
+        raise UserError(f"config file {path} is not valid TOML: {reason}") from None
 
 
 def build_sources(
@@ -53,7 +56,8 @@ def build_sources(
             known = known_sources(tables, config_path)
             raise UserError(f"[task] names the source {name!r}: no [sources.{name}], no ready-made one; known: {known}")
     for dotted, text in overrides:
-        _override(tables, dotted, text)
+        name, _, source_key = dotted.partition(".")
+        set_text(SourceSettings, f"[sources.{name}]", tables[name], source_key, text)
     sources = {name: check_table(SourceSettings, f"[sources.{name}]", table) for name, table in tables.items()}
     for name, source in sources.items():
         _check(f"[sources.{name}]", source)
@@ -63,24 +67,6 @@ def build_sources(
 def known_sources(tables: dict[str, Any], config_path: Path | None) -> str:
     """Names for an error message: those of the config and the ready-made ones."""
     return ", ".join(sorted({*tables, *(file.stem for file in _ready_made(config_path))})) or "none"
-
-
-def _override(tables: dict[str, dict[str, Any]], dotted: str, text: str) -> None:
-    """`NAME.key` or `NAME.params.key`."""
-    name, key, *rest = dotted.split(".", 2)
-    table = tables[name]
-    if key == "params" and rest:
-        table["params"] = {**table.get("params", {}), rest[0]: _free_value(text)}
-    else:
-        table[key] = parse_text(SourceSettings, f"[sources.{name}]", ".".join([key, *rest]), text)
-
-
-def _free_value(text: str) -> Any:
-    """A value without a declared type (difficulty settings): TOML syntax, else plain text."""
-    try:
-        return tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
-        return text
 
 
 def _check(where: str, source: SourceSettings) -> None:

@@ -39,20 +39,40 @@ def check_value(cls: type, where: str, name: str, value: Any) -> Any:
     return _check_scalar(cls, where, name, value, value, declared, limits)
 
 
-def parse_text(cls: type, where: str, name: str, text: str) -> Any:
-    """A command-line word in the key's type. Unknown keys and words that do not parse are UserErrors."""
-    if name not in (f.name for f in dataclasses.fields(cls)):
+def is_key(cls: type, name: str) -> bool:
+    """Whether `name` is a key of the section, or `table.entry` with a key whose value is a table."""
+    head, dot, _ = name.partition(".")
+    known = {f.name for f in dataclasses.fields(cls)}
+    return head in known and (not dot or _declared(cls, head)[0] is dict)
+
+
+def set_text(cls: type, where: str, table: dict[str, Any], name: str, text: str) -> None:
+    """Put a command-line word into a section's table, typed as its key. `name`: a key, or `key.entry` of a table key."""
+    if not is_key(cls, name):
         check_table(cls, where, {name: text})
+    head, dot, entry = name.partition(".")
+    if dot:  # entries of tables have no declared type: TOML syntax, else plain text
+        try:
+            value = tomllib.loads(f"value = {text}")["value"]
+        except tomllib.TOMLDecodeError:
+            value = text
+        table[head] = {**table.get(head, {}), entry: value}
+    else:
+        table[name] = _parse(cls, where, name, text)
+
+
+def _parse(cls: type, where: str, name: str, text: str) -> Any:
+    """A word that does not parse as the key's type is a UserError."""
     declared, _ = _declared(cls, name)
     value: Any = text
     try:
         if declared is dict:
             value = json.loads(text) if text.startswith('{"') else tomllib.loads(f"value = {text}")["value"]
         elif typing.get_origin(declared) is tuple:
-            element = typing.get_args(declared)[0]
             if text.strip().startswith("["):
                 value = tomllib.loads(f"value = {text}")["value"]
             else:
+                element = typing.get_args(declared)[0]
                 value = [element(word.strip()) for word in text.split(",") if word.strip()]
         elif declared is bool:
             value = {"true": True, "false": False}.get(text.lower(), text)
