@@ -20,15 +20,13 @@ The chain is the one of TransformerEngine and of FlashInfer's exact mode; the po
 it the dequantized value is exact in bf16, so a bf16 GEMM of the learner and a 4-bit GEMM of the rollout multiply the
 same numbers.
 
-No step multiplies and then adds, so there is nothing for a compiler to contract into a fused multiply-add. The two
-divisions are another matter: eager torch divides exactly on CPU and CUDA, compiled GPU code may not, so do not
-compile `quantize` (`dequantize` only multiplies and compiles safely; fake_quant.py has a form of `qdq_rows` that
-stays eager there).
+Eager torch rounds every step by itself, on CPU and CUDA. A compiler may fuse a product with a sum or divide less
+exactly, so do not compile `quantize` and `qdq`; fake_quant.py has a form of `qdq_rows` that stays eager inside
+compiled functions. `dequantize` only multiplies and compiles safely.
 
 Shape suffixes here: K elements, B = ceil(K / 16) blocks. "..." is any number of leading dimensions.
 """
 
-import functools
 import math
 from typing import Literal
 
@@ -47,26 +45,6 @@ FLT_MAX = torch.finfo(torch.float32).max
 E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
-@functools.cache
-def _midpoints(device: torch.device) -> Tensor:
-    """fp32 [7]: the boundary i is the largest |value| that still rounds to code i.
-
-    Midpoints whose even neighbour is the upper one (0.75, 1.75, 3.5) therefore sit one ulp lower.
-    """
-    with torch.inference_mode(False):  # a cached inference tensor could not serve a later autograd graph
-        mid = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0], device=device)
-        mid[1::2] = torch.nextafter(mid[1::2], torch.zeros((), device=device))
-        return mid
-
-
-@functools.cache
-def _values(device: torch.device) -> Tensor:
-    """fp32 [16]: value of each code; bit 3 is the sign, code 8 is -0.0."""
-    with torch.inference_mode(False):
-        positive = torch.tensor(E2M1_VALUES, device=device)
-        return torch.cat([positive, -positive])
-
-
 def finite_amax(x: Tensor, dim: int | tuple[int, ...] | None = None) -> Tensor:
     """max |x| over the finite elements, fp32; over everything (shape []) or over `dim`, which is kept with size 1. 0
     if none."""
@@ -83,11 +61,11 @@ def pow2_scale(amax: Tensor, limit: float) -> Tensor:
     """
     significand, exponent = math.frexp(limit)  # limit = significand * 2**exponent, 0.5 <= significand < 1
     fraction = int((2 * significand - 1) * 2**23)
-    bits = amax.view(torch.int32)
-    # amax / limit rounds up to the next power of two where the significand of amax is larger than that of limit.
-    # Subnormal amax ends at the clamp.
-    field = ((bits >> 23) + ((bits & 0x7FFFFF) > fraction) - (exponent - 1)).clamp(min=1)
-    return (torch.where(amax == 0, 127, field) << 23).view(torch.float32)
+    # Subtract the exponents. Adding 0x7FFFFF - fraction first carries into the exponent exactly where the fraction of
+    # amax is larger than that of limit, which is the ceil of the logarithm. Then drop the fraction bits.
+    bits = amax.view(torch.int32) + (0x7FFFFF - fraction - ((exponent - 1) << 23))
+    scale = (bits.clamp(min=1 << 23) & 0x7F800000).view(torch.float32)
+    return torch.where(amax == 0, 1.0, scale)
 
 
 def global_scale(amax: Tensor, mode: GlobalScaleMode = "pow2") -> tuple[Tensor, Tensor]:
@@ -106,13 +84,30 @@ def global_scale(amax: Tensor, mode: GlobalScaleMode = "pow2") -> tuple[Tensor, 
     raise ValueError(f'global scale mode is "pow2" or "amax", not {mode!r}')
 
 
-def encode_e2m1(y: Tensor) -> Tensor:
-    """Nearest E2M1 codes (uint8, shape of y, low 4 bits): ties to the even code, saturating at 6, -0.0 to code 0.
+def round_e2m1(y: Tensor) -> Tensor:
+    """The nearest E2M1 value of each y (fp32, no NaN): ties to the even code, saturating at 6, zeros as +0.
 
-    y: fp32, not NaN.
+    The step between codes is half the power of two below max(|y|, 1): 0.5 up to 2, 1 up to 4, then 2. Adding 1.5 *
+    2**23 steps leaves no bits below the step, so the sum is rounded there by the addition itself, to nearest even.
     """
-    magnitude = torch.bucketize(y.abs(), _midpoints(y.device), out_int32=True)
-    return torch.add(magnitude, y < 0, alpha=8).to(torch.uint8)
+    y = y.clamp(-E2M1_MAX, E2M1_MAX)
+    power = (y.abs().clamp(min=1.0).view(torch.int32) & 0x7F800000).view(torch.float32)
+    magic = power * (1.5 * 2**22)
+    return (y + magic) - magic
+
+
+def encode_e2m1(y: Tensor) -> Tensor:
+    """Nearest E2M1 codes (uint8, shape of y, low 4 bits): ties to the even code, saturating at 6.
+
+    y: fp32, not NaN. A negative y keeps its sign where it rounds to zero (code 8); -0.0 gives code 0.
+    """
+    return _codes(torch.copysign(round_e2m1(y), y + 0.0))  # -0.0 + 0.0 == +0.0
+
+
+def _codes(values: Tensor) -> Tensor:
+    """uint8 codes of exact E2M1 values, -0.0 included: the inverse of `decode_e2m1`."""
+    bits = (values * 2.0**-14).half().view(torch.int16)
+    return ((bits >> 9) & 7 | (bits >> 12) & 8).to(torch.uint8)
 
 
 def decode_e2m1(codes: Tensor) -> Tensor:
@@ -137,8 +132,8 @@ def unpack_codes(packed: Tensor) -> Tensor:
     return torch.stack([packed & 0xF, packed >> 4], dim=-1).flatten(-2)
 
 
-def _encode(x: Tensor, g: Tensor, gs: Tensor) -> tuple[Tensor, Tensor]:
-    """fp32 [..., K], scales that broadcast against it -> (int32 codes [..., B, 16], E4M3 block scales [..., B])."""
+def _round(x: Tensor, g: Tensor, gs: Tensor) -> tuple[Tensor, Tensor]:
+    """fp32 [..., K], scales that broadcast against it -> (E2M1 values fp32 [..., B, 16], E4M3 scales [..., B])."""
     num_elements = x.shape[-1]
     if num_elements % BLOCK:
         x = F.pad(x, (0, -num_elements % BLOCK))
@@ -150,11 +145,9 @@ def _encode(x: Tensor, g: Tensor, gs: Tensor) -> tuple[Tensor, Tensor]:
     sf32_B = sf_B.float()
     live_B = sf32_B > 0  # False for zero and for NaN scales: both blocks hold only code 0
     inv_B = torch.where(live_B, (sf32_B * g).reciprocal().clamp(max=FLT_MAX), 0.0)
-    live_B1 = live_B.unsqueeze(-1)
-    y_B16 = torch.where(live_B1, x_B16 * inv_B.unsqueeze(-1), 0.0)  # NaN * 0 must not reach the rounding
-    magnitude_B16 = torch.bucketize(y_B16.abs(), _midpoints(x.device), out_int32=True)
-    # The sign is that of x, not of x * inv: the product may underflow to -0.0.
-    return torch.add(magnitude_B16, (x_B16 < 0) & live_B1, alpha=8), sf_B
+    x_B16 = torch.where(live_B.unsqueeze(-1), x_B16, 0.0) + 0.0  # -0.0 + 0.0 == +0.0
+    # The sign is that of x: the product may underflow, and the rounding gives +0.
+    return torch.copysign(round_e2m1(x_B16 * inv_B.unsqueeze(-1)), x_B16), sf_B
 
 
 def _scales(x: Tensor, g: Tensor | None, gs: Tensor | None, mode: GlobalScaleMode) -> tuple[Tensor, Tensor]:
@@ -178,8 +171,8 @@ def quantize(
     """
     x = x.float()
     g, gs = _scales(x, g, gs, mode)
-    codes_B16, sf_B = _encode(x, g, gs)
-    return pack_codes(codes_B16.to(torch.uint8).flatten(-2)), sf_B, g
+    values_B16, sf_B = _round(x, g, gs)
+    return pack_codes(_codes(values_B16.flatten(-2))), sf_B, g
 
 
 def dequantize(
@@ -213,8 +206,8 @@ def qdq(
     num_elements = x.shape[-1]
     x = x.float()
     g, gs = _scales(x, g, gs, mode)
-    codes_B16, sf_B = _encode(x, g, gs)
-    return _apply_scales(_values(x.device)[codes_B16], sf_B, g, dtype, num_elements)
+    values_B16, sf_B = _round(x, g, gs)
+    return _apply_scales(values_B16, sf_B, g, dtype, num_elements)
 
 
 def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -100,9 +100,10 @@ def test_dequantized_weight_is_exact_in_bf16():
 
 
 def test_quantizing_a_dequantized_tensor_gives_the_same_codes():
-    """With the same g, and block maxima that use code 7 or not: the second pass changes nothing but signed zeros.
+    """With the same g, the second pass changes nothing but signed zeros: -0.0 encodes as +0, and the value stays 0.
 
-    A code that rounded to -0.0 has lost its sign's cause: -0.0 encodes as +0 the second time, and the value stays 0.
+    Blocks here have normal scales. With a subnormal one (block max below 6 * 2**-6 * g) the largest code may be less
+    than 7, and the second scale is then finer.
     """
     generator = torch.Generator().manual_seed(5)
     for _ in range(50):
