@@ -1,0 +1,192 @@
+"""The native engine: a response depends on its prompt, its seed and the weights, on nothing else in the batch."""
+
+import pytest
+import torch
+
+from quads.config_sections import RolloutSettings
+from quads.errors import UserError
+from quads.model.attention import PackedContext, routing
+from quads.quant.recipes import QuantSpec
+from quads.rollout.native import NativeEngine
+from quads.rollout.sync import sync
+from quads.types import Completion, Sampling
+from tests.helpers import assert_bitwise, assert_close
+from tests.rollout_models import CONFIG, PLAIN, SAMPLING, flat, make_engine, make_learner, make_prompts
+
+PRECISIONS = {
+    "fp32": PLAIN,
+    "w4a4": QuantSpec("nvfp4", "bf16", "w4a4"),
+    "w4a4_residual, token": QuantSpec(
+        "nvfp4", "bf16", "w4a4_residual", selection="token", residual_sites=("w13", "qkv")
+    ),
+}
+
+
+def assert_same(ours: list[Completion], theirs: list[Completion], atol: float = 1e-5) -> None:
+    """Same tokens, log-probs to the promised 1e-5."""
+    assert len(ours) == len(theirs)
+    for a, b in zip(ours, theirs, strict=True):
+        assert a.token_ids == b.token_ids and a.finish_reason == b.finish_reason
+        assert_close(torch.tensor(a.logprobs), torch.tensor(b.logprobs), atol=atol)
+
+
+@pytest.mark.parametrize("spec", PRECISIONS.values(), ids=PRECISIONS.keys())
+def test_a_response_does_not_depend_on_its_batch(spec: QuantSpec) -> None:
+    engine, prompts, seeds = make_engine(spec), make_prompts(16), list(range(100, 116))
+    together = flat(engine.generate(prompts, 1, SAMPLING, seeds))
+    assert len({tuple(c.token_ids) for c in together}) > 10 and {c.finish_reason for c in together} == {
+        "stop",
+        "length",
+    }
+    alone = [engine.generate([p], 1, SAMPLING, [s])[0][0] for p, s in zip(prompts[:4], seeds[:4], strict=True)]
+    assert_same(together[:4], alone)
+    backwards = flat(engine.generate(prompts[::-1], 1, SAMPLING, seeds[::-1]))[::-1]
+    assert_same(together, backwards)
+    for slots in (2, 5):  # more requests than slots: every slot is used several times
+        assert_same(together, flat(make_engine(spec, slots).generate(prompts, 1, SAMPLING, seeds)))
+
+
+def test_batch_selection_shares_channels_by_definition() -> None:
+    """The counterpart of the test above: with "batch" selection the batch enters, so the log-probs move."""
+    spec = QuantSpec("nvfp4", "bf16", "w4a4_residual", selection="batch")
+    engine, prompts = make_engine(spec), make_prompts(8)
+    together = engine.generate(prompts, 1, SAMPLING, list(range(8)))
+    alone = [engine.generate([p], 1, SAMPLING, [s])[0] for s, p in enumerate(prompts)]
+    assert any(a[0].logprobs[0] != b[0].logprobs[0] for a, b in zip(together, alone, strict=True))
+
+
+@pytest.mark.parametrize("slots", [64, 12, 4, 3, 1])
+def test_shared_prefill_equals_separate_prefill_and_runs_each_prompt_once(slots: int) -> None:
+    prompts, n = make_prompts(5), 4
+    seeds = list(range(20))
+    separate = flat(make_engine().generate([p for p in prompts for _ in range(n)], 1, SAMPLING, seeds))
+    engine = make_engine(slots=slots)
+    fed: list[int] = []
+    engine.model.register_forward_pre_hook(lambda _, args: fed.append(args[0].shape[0]))
+    shared = engine.generate(prompts, n, SAMPLING, seeds)
+    assert [len(group) for group in shared] == [n] * 5
+    assert_same(flat(shared), separate)
+    drawn = sum(len(c.token_ids) for c in separate)
+    # every prompt token once, and every drawn token but the last of each response
+    assert sum(fed) == sum(len(p) for p in prompts) + drawn - len(separate)
+
+
+def test_prefill_in_several_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, prompts = make_engine(), make_prompts(8)
+    whole = engine.generate(prompts, 2, SAMPLING, list(range(16)))
+    monkeypatch.setattr("quads.rollout.native.PREFILL_TOKENS", 9)
+    assert_same(flat(engine.generate(prompts, 2, SAMPLING, list(range(16)))), flat(whole))
+
+
+def test_same_seed_same_response_other_seed_other_response() -> None:
+    engine, prompts = make_engine(), make_prompts(1)
+    group = engine.generate(prompts, 4, Sampling(9), [7, 8, 7, 9])[0]
+    assert group[0].token_ids == group[2].token_ids and group[0].logprobs == group[2].logprobs
+    assert len({tuple(c.token_ids) for c in group}) == 3
+
+
+def test_stop_tokens_and_limits() -> None:
+    engine, prompts = make_engine(), make_prompts(20)
+    responses = flat(engine.generate(prompts, 2, SAMPLING, list(range(40))))
+    for response in responses:
+        stops = [i for i, token in enumerate(response.token_ids) if token in SAMPLING.stop_token_ids]
+        if response.finish_reason == "stop":
+            assert stops == [len(response.token_ids) - 1]
+        else:
+            assert stops == [] and len(response.token_ids) == 9
+        assert len(response.logprobs) == len(response.token_ids) and response.policy_version == 3
+    assert {c.finish_reason for c in responses} == {"stop", "length"}
+    without = flat(engine.generate(prompts, 2, Sampling(9), list(range(40))))
+    assert all(c.finish_reason == "length" and len(c.token_ids) == 9 for c in without)
+    for cut, full in zip(responses, without, strict=True):  # stopping changes nothing before the stop
+        assert full.token_ids[: len(cut.token_ids)] == cut.token_ids
+    one = flat(engine.generate(prompts, 2, Sampling(1), list(range(40))))
+    assert [c.token_ids for c in one] == [c.token_ids[:1] for c in without]
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_logprobs_are_those_of_the_sampling_distribution(temperature: float) -> None:
+    engine, prompts = make_engine(), make_prompts(4)
+    learner = make_learner(PLAIN)
+    for prompt, (response,) in zip(
+        prompts, engine.generate(prompts, 1, Sampling(9, temperature), [0, 1, 2, 3]), strict=True
+    ):
+        tokens = torch.tensor(prompt + response.token_ids)
+        with torch.no_grad():
+            logits = learner.logits(learner(tokens[:-1], PackedContext.build([len(tokens) - 1])))[len(prompt) - 1 :]
+        expected = (logits / temperature).log_softmax(-1).gather(1, tokens[len(prompt) :, None]).squeeze(1)
+        assert_close(torch.tensor(response.logprobs), expected, atol=1e-5)
+
+
+def test_temperature_zero_is_greedy() -> None:
+    engine, prompts = make_engine(), make_prompts(3)
+    first, second = (flat(engine.generate(prompts, 1, Sampling(9, 0.0), seeds)) for seeds in ([1, 2, 3], [4, 5, 6]))
+    assert [c.token_ids for c in first] == [c.token_ids for c in second]
+    assert all(set(c.logprobs) == {0.0} for c in first)
+
+
+@pytest.mark.parametrize("n,slots", [(2, 32), (3, 2), (1, 1)])
+def test_routed_experts_are_those_of_a_forward_over_the_whole_sequence(n: int, slots: int) -> None:
+    prompts, learner = make_prompts(3), make_learner(PLAIN)
+    groups = make_engine(slots=slots).generate(prompts, n, SAMPLING, list(range(3 * n)), routed_experts=True)
+    for prompt, group in zip(prompts, groups, strict=True):
+        for response in group:
+            tokens = torch.tensor(prompt + response.token_ids[:-1])
+            context = PackedContext.build([len(tokens)])
+            context.record_routing = True
+            with torch.no_grad():
+                learner(tokens, context)
+            assert response.routed_experts is not None
+            assert_bitwise(response.routed_experts, routing(context))
+
+
+def test_routing_of_responses_of_one_token() -> None:
+    (response,) = make_engine().generate([[5, 6]], 1, Sampling(1), [0], routed_experts=True)[0]
+    assert response.routed_experts is not None and response.routed_experts.shape == (2, 2, 2)
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    engine = make_engine()
+    engine.generate([[5] * 16], 1, SAMPLING, [0])
+    with pytest.raises(UserError, match="17 tokens and 9 new ones exceed the 25 tokens of a KV slot"):
+        engine.generate([[5], [5] * 17], 1, SAMPLING, [0, 1])
+    with pytest.raises(UserError, match="prompt 1 is empty"):
+        engine.generate([[5], []], 1, SAMPLING, [0, 1])
+    with pytest.raises(UserError, match="prompt 0 has a token id outside the vocabulary of 40"):
+        engine.generate([[40]], 1, SAMPLING, [0])
+    with pytest.raises(UserError, match="max_new_tokens"):
+        engine.generate([[5]], 1, Sampling(0), [0])
+    with pytest.raises(ValueError, match="as many seeds"):
+        engine.generate([[5]], 2, SAMPLING, [0])
+    assert engine.generate([], 2, SAMPLING, []) == []
+
+
+def test_memory_is_reported_before_it_is_allocated() -> None:
+    lines: list[str] = []
+    huge = RolloutSettings(max_batch=10**6, max_prompt_tokens=10**5, max_new_tokens=10**5)
+    with pytest.raises(UserError, match="KV cache needs"):
+        NativeEngine(CONFIG, PLAIN, huge, torch.float32, report=lines.append)
+    assert lines[0].startswith("KV cache: 1000000 slots of 200000 tokens in float64")
+
+
+def test_sleeping_frees_the_cache_and_keeps_the_weights() -> None:
+    engine = make_engine()
+    before = engine.generate([[5, 6]], 2, SAMPLING, [0, 1])
+    engine.sleep()
+    with pytest.raises(RuntimeError, match="sleeps"):
+        engine.generate([[5, 6]], 2, SAMPLING, [0, 1])
+    engine.wake()
+    assert engine.generate([[5, 6]], 2, SAMPLING, [0, 1]) == before
+
+
+def test_a_policy_of_nans_leaves_nothing_behind() -> None:
+    engine, spec = make_engine(), PLAIN
+    expected = engine.generate([[5, 6], [7]], 2, SAMPLING, [0, 1, 2, 3])
+    broken, good = make_learner(spec), make_learner(spec)
+    with torch.no_grad():
+        broken.model.norm.weight.fill_(torch.nan)
+        broken.model.layers[0].input_layernorm.weight.fill_(torch.nan)
+    sync(broken, engine, spec, version=4)
+    assert all(value != value for c in flat(engine.generate([[5, 6]], 1, SAMPLING, [0])) for value in c.logprobs)
+    sync(good, engine, spec, version=3)
+    assert engine.generate([[5, 6], [7]], 2, SAMPLING, [0, 1, 2, 3]) == expected
