@@ -47,7 +47,7 @@ def is_key(cls: type, name: str) -> bool:
 
 
 def set_text(cls: type, where: str, table: dict[str, Any], name: str, text: str) -> None:
-    """Put a command-line word into a section's table, typed as its key. `name`: a key, or `key.entry` of a table key."""
+    """Put a command-line word, typed as its key, into a section's table. `name`: a key, or `key.entry` of a table."""
     if not is_key(cls, name):
         check_table(cls, where, {name: text})
     head, dot, entry = name.partition(".")

@@ -57,7 +57,7 @@ def free_port() -> int:
 
 
 def run_command(
-    args: list[str], *, cwd: Path = REPOSITORY, timeout_s: float = 120, **env: str
+    args: list[str], *, cwd: Path = REPOSITORY, timeout_s: float = 240, **env: str
 ) -> subprocess.CompletedProcess[str]:
     """Run Python with `args` (a script, or "-m", module) from the repository; stdout and stderr as text."""
     return subprocess.run(
@@ -66,7 +66,7 @@ def run_command(
 
 
 def run_torchrun(
-    args: list[str], *, num_processes: int, timeout_s: float = 120, **env: str
+    args: list[str], *, num_processes: int, timeout_s: float = 240, **env: str
 ) -> subprocess.CompletedProcess[str]:
     """Run `args` (a script and its arguments) in `num_processes` processes of one thread each."""
     launch = ["-m", "torch.distributed.run", f"--nproc_per_node={num_processes}", f"--master_port={free_port()}"]
