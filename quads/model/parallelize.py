@@ -13,7 +13,7 @@ The master weights are fp32. FSDP gathers them in the dtype of the activations, 
 themselves, and reduces gradients in fp32.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -63,8 +63,7 @@ def parallelize(
     """
     if meshes is not None and meshes.ep.size() > 1:
         apply_expert_parallel(model, meshes.ep)
-    for layer in model.model.layers:
-        assert isinstance(layer, DecoderLayer)
+    for layer in decoder_layers(model):
         apply_checkpointing(layer, checkpointing)
         if compile:
             apply_compile(layer)
@@ -73,13 +72,19 @@ def parallelize(
     return model
 
 
+def decoder_layers(model: MoEDecoder) -> Iterator[DecoderLayer]:
+    for layer in model.model.layers:
+        assert isinstance(layer, DecoderLayer)
+        yield layer
+
+
 def apply_expert_parallel(model: MoEDecoder, mesh: DeviceMesh) -> None:
     """Give each process of `mesh` an equal, contiguous share of every layer's experts."""
     num_experts = model.config.num_experts
     if num_experts % mesh.size():
         raise UserError(f"[parallel] ep = {mesh.size()} must divide the model's {num_experts} experts")
     dispatcher = AllToAllDispatcher(mesh.get_group())
-    for layer in model.model.layers:
+    for layer in decoder_layers(model):
         experts = layer.mlp.experts
         experts.dispatcher = dispatcher
         for name, parameter in list(experts.named_parameters(recurse=False)):
@@ -100,7 +105,7 @@ def apply_checkpointing(layer: DecoderLayer, mode: Checkpointing) -> None:
 def apply_compile(layer: DecoderLayer) -> None:
     """Compile the parts of a layer between the token exchanges, whose sizes the host has to read."""
     for module in (layer.input_layernorm, layer.self_attn, layer.post_attention_layernorm, layer.mlp.gate):
-        module.forward = torch.compile(module.forward)
+        module.forward = torch.compile(module.forward)  # type: ignore[method-assign]
     layer.mlp.experts.compute = torch.compile(layer.mlp.experts.compute)
 
 
@@ -108,7 +113,7 @@ def apply_fsdp(model: MoEDecoder, meshes: Meshes) -> None:
     """Shard experts over the expert mesh, each layer's rest over the dense mesh, embeddings and head with the root."""
     param_dtype = None if model.dtype == torch.float32 else model.dtype
     policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
-    for layer in model.model.layers:
+    for layer in decoder_layers(model):
         fully_shard(layer.mlp.experts, mesh=meshes.expert, mp_policy=policy)
         fully_shard(layer, mesh=meshes.dense, mp_policy=policy)
     fully_shard(model, mesh=meshes.dense, mp_policy=policy)
@@ -137,11 +142,37 @@ def local_part(parameter: Tensor) -> tuple[slice, ...]:
     return tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))
 
 
+def local_tensor(parameter: Tensor) -> Tensor:
+    """This process's part of a parameter, the very tensor that FSDP and the optimizer hold (not a view of it)."""
+    return parameter._local_tensor if isinstance(parameter, DTensor) else parameter
+
+
+def gathered_rows(parameter: Tensor) -> int:
+    """Rows (or experts) of what FSDP gathers here: all of them, or those of this process's ep rank."""
+    return parameter.shape[0] // _ep_size(parameter)
+
+
+def own_rows(parameter: Tensor) -> slice:
+    """Where this process's rows lie in what FSDP gathers here."""
+    rows = local_part(parameter)[0]
+    start = rows.start % gathered_rows(parameter) if rows.stop > rows.start else 0
+    return slice(start, start + rows.stop - rows.start)
+
+
+def max_over_shards(values: Tensor, parameter: Tensor) -> Tensor:
+    """All-reduce(MAX) of `values`, in place, over the FSDP shards of `parameter`; never over ep."""
+    if isinstance(parameter, DTensor):
+        mesh = parameter.device_mesh
+        for dim, placement in enumerate(parameter.placements):
+            if not isinstance(placement, Replicate) and _name(mesh, dim) != "ep":
+                dist.all_reduce(values, dist.ReduceOp.MAX, group=mesh.get_group(dim))
+    return values
+
+
 @torch.no_grad()
 def write_part(parameter: Tensor, values: Tensor) -> None:
     """Store this process's part of the full `values`."""
-    local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-    local.copy_(values[local_part(parameter)])
+    local_tensor(parameter).copy_(values[local_part(parameter)])
 
 
 @torch.no_grad()
@@ -155,8 +186,7 @@ def load_hf_sharded(folder: str | Path, model: MoEDecoder) -> None:
             continue  # more processes than rows
         experts = range(rows.start, rows.stop)
         values = checkpoint.tensor(name, experts) if expert_names(name, 0) else checkpoint.tensor(name)[rows]
-        local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-        local.copy_(values)
+        local_tensor(parameter).copy_(values)
 
 
 @torch.no_grad()
@@ -186,6 +216,16 @@ def gather_full(local: Tensor, parameter: Tensor) -> Tensor:
         dist.all_gather(list(gathered.chunk(mesh.size(dim))), padded, group=mesh.get_group(dim))
         bits = gathered[:total]
     return bits.view(local.dtype)
+
+
+def _name(mesh: DeviceMesh, dim: int) -> str:
+    return (mesh.mesh_dim_names or ())[dim]
+
+
+def _ep_size(parameter: Tensor) -> int:
+    mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
+    names = () if mesh is None else mesh.mesh_dim_names or ()
+    return mesh.size(names.index("ep")) if mesh is not None and "ep" in names else 1
 
 
 def _checkpoint_forward(module: nn.Module, context_fn: Callable[[], Any] | None = None) -> None:

@@ -98,17 +98,25 @@ def _quantize_input(module: QATModule, x: Tensor) -> Tensor:
     return x
 
 
-def convert_learner(model: nn.Module, spec: QuantSpec) -> None:
+def convert_learner(
+    model: nn.Module,
+    spec: QuantSpec,
+    classes: tuple[type[QATLinear], type[QATExperts]] = (QATLinear, QATExperts),
+) -> None:
     """Replace the targeted layers by quantization-aware ones, in place. Parameters stay the same objects under the same
-    names, so an optimizer may exist already. Nothing to do where the learner is bf16 / bf16."""
+    names, so an optimizer may exist already. Nothing to do where the learner is bf16 / bf16, or was converted before.
+    """
     if (spec.learner_weights, spec.learner_activations) == ("bf16", "bf16"):
         return
     settings = (spec.learner_weights, spec.learner_activations, spec.global_scale)
+    linear_class, experts_class = classes
     for path, module in list(model.named_modules()):
+        if isinstance(module, QATModule):
+            continue
         if isinstance(module, Linear) and SITES.get(module.site) in spec.targets:
-            replace_module(model, path, QATLinear(module, *settings))
+            replace_module(model, path, linear_class(module, *settings))
         elif isinstance(module, Experts) and "experts" in spec.targets:
-            replace_module(model, path, QATExperts(module, *settings))
+            replace_module(model, path, experts_class(module, *settings))
 
 
 def replace_module(model: nn.Module, path: str, new: nn.Module) -> None:

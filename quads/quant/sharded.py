@@ -1,0 +1,278 @@
+"""Quantization-aware training when the master weights are sharded: same functions as learner.py, same bits.
+
+    convert_learner(model, spec, SHARDED)  before parallelize: the same layers, in their sharded form
+    attach(model, all_gather)              after parallelize and to_empty, before the first forward
+    requantize(model)                      as in learner.py; one process or many
+    quantized_weights(model, spec)         as in learner.py; full tensors, one at a time, on every process
+
+A global scale needs the amax over whole matrices, which no process has. `requantize` takes the amax of all sharing
+groups over its own rows, and one all-reduce(MAX) over the FSDP shards makes them global: one for the attention groups,
+one for the experts (never over ep: experts do not share). Then every process packs its own rows, once a step.
+
+`all_gather` says what FSDP moves when a layer is about to run:
+
+    "bf16"    the cast of the master, 16 bits a weight; every process quantizes the whole weight for itself
+    "packed"  codes and block scales, 4.5 bits a weight; every process decodes them. NVFP4 only
+
+Both give the same bits: rows are quantized independently once the global scale is known, and the bf16 cast comes
+first on either path. The gradient is the straight-through one: "packed" hands the layer the decoded weight in place of
+the master, so its gradient goes to the master unchanged.
+
+Shapes: N, K rows and columns of a weight, E experts, B = ceil(K / 16) blocks, L experts of one ep rank.
+"""
+
+from collections.abc import Iterator
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from quads.errors import UserError
+from quads.model.moe import local_experts
+from quads.model.parallelize import (
+    fsdp_modules,
+    gather_full,
+    gathered_rows,
+    local_tensor,
+    max_over_shards,
+    own_rows,
+    reshard,
+)
+from quads.quant import fake_quant, learner, nvfp4
+from quads.quant.learner import Group, QATExperts, QATLinear, sharing_groups
+from quads.quant.nvfp4 import BLOCK, GlobalScaleMode
+from quads.quant.recipes import TARGETS, QuantSpec
+from quads.quant.tensor import Float8BlockTensor, NVFP4Tensor
+
+AllGather = Literal["bf16", "packed"]
+
+
+class ShardedLinear(QATLinear):
+    """A `QATLinear` whose master is sharded. `shards` is filled by `attach`."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.shards: dict[str, PackedShard] = {}
+
+    def effective_weight(self, dtype: torch.dtype) -> Tensor:
+        return _effective(self, "weight", self.weight, dtype)
+
+
+class ShardedExperts(QATExperts):
+    """`QATExperts` whose masters are sharded. `shards` is filled by `attach`."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.shards: dict[str, PackedShard] = {}
+
+    def effective_weights(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        return (
+            _effective(self, "gate_up_proj", local_experts(self.gate_up_proj), dtype),
+            _effective(self, "down_proj", local_experts(self.down_proj), dtype),
+        )
+
+
+ShardedModule = ShardedLinear | ShardedExperts
+SHARDED = (ShardedLinear, ShardedExperts)  # for `convert_learner`
+
+
+class PackedShard:
+    """This process's rows of one NVFP4 weight, as bytes, and the global scales of the weight that FSDP gathers.
+
+    `bytes`: uint8 [..., N, 9 B]: the 8 B code bytes of each row, then its B scale bytes. It is allocated once. The two
+    methods are FSDP's extension points for a parameter: what is sent, and how the weight is made from what arrived.
+    """
+
+    def __init__(self, parameter: Tensor, mode: GlobalScaleMode) -> None:
+        local = local_tensor(parameter)
+        self.mode: GlobalScaleMode = mode
+        self.num_columns = local.shape[-1]
+        self.bytes = local.new_empty(*local.shape[:-1], 9 * -(-self.num_columns // BLOCK), dtype=torch.uint8)
+        self.g, self.gs = Tensor(), Tensor()  # fp32 [] or [L, 1, 1]; by `pack`
+        self.gathered = False  # whether FSDP gathers these bytes; by `attach`
+        self.version = -1  # version counter of the master that they were made from
+
+    def pack(self, parameter: Tensor, g: Tensor, gs: Tensor) -> None:
+        """Quantize the local rows of bf16(master) with the scales of the gathered weight."""
+        self.g, self.gs, self.version = g, gs, local_tensor(parameter)._version
+        rows = own_rows(parameter)
+        own_g, own_gs = (g[rows], gs[rows]) if g.dim() else (g, gs)
+        packed, block_scale, _ = nvfp4.quantize(local_tensor(parameter).bfloat16(), own_g, self.mode, gs=own_gs)
+        torch.cat([packed, block_scale.view(torch.uint8)], dim=-1, out=self.bytes)
+
+    def tensor(self, rows: Tensor, g: Tensor, dtype: torch.dtype) -> NVFP4Tensor:
+        """The weight that gathered `rows` (uint8 [..., N, 9 B]) and scales stand for."""
+        num_code_bytes = rows.shape[-1] // 9 * 8
+        packed, block_scale = rows[..., :num_code_bytes], rows[..., num_code_bytes:]
+        block_scale = block_scale.contiguous().view(torch.float8_e4m3fn)
+        return NVFP4Tensor(packed.contiguous(), block_scale, g, self.num_columns, dtype, self.mode)
+
+    def pre_all_gather(
+        self, mesh: Any, outer_size: Any, outer_stride: Any, module: nn.Module, mp_policy: Any
+    ) -> tuple[tuple[Tensor], None]:
+        """What FSDP gathers in place of the master's cast. One tensor: with a mesh of one process FSDP drops others."""
+        return (self.bytes,), None
+
+    @torch.no_grad()
+    def post_all_gather(
+        self, outputs: tuple[Tensor, ...], metadata: None, param_dtype: torch.dtype, *, out: Tensor | None = None
+    ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
+        """The decoded weight, written into `out` from the second time on."""
+        weight = self.tensor(outputs[0], self.g, param_dtype).dequantize(param_dtype)
+        if out is None:
+            return weight, (weight,)  # FSDP frees and reallocates it with every gather
+        out = local_experts(out)
+        with torch.autograd._unsafe_preserve_version_counter(out):  # pyright: ignore[reportPrivateImportUsage]
+            out.copy_(weight)
+        return None
+
+
+def _effective(module: ShardedModule, leaf: str, gathered: Tensor, dtype: torch.dtype) -> Tensor:
+    """What the matmul multiplies, from what FSDP gathered."""
+    if module.weights == "bf16":
+        return gathered.to(dtype)
+    if module.weights == "fp8":
+        return fake_quant.fake_quantize_weight_fp8(gathered, dtype, module.mode)
+    if leaf not in module.shards:
+        raise RuntimeError("a sharded quantized layer ran before `attach` and `requantize`")
+    shard = module.shards[leaf]
+    if shard.gathered:
+        return gathered.to(dtype)
+    value = nvfp4.qdq(gathered.detach().bfloat16(), shard.g, module.mode, gs=shard.gs, dtype=dtype)
+    return fake_quant.straight_through(gathered, value)
+
+
+def attach(model: nn.Module, all_gather: AllGather, spec: QuantSpec) -> None:
+    """Give every sharded NVFP4 weight its packed bytes, and FSDP what to gather. Follow with `requantize`.
+
+    Raises:
+        UserError: "packed" was asked for and cannot be had.
+    """
+    if all_gather == "packed" and spec.learner_weights != "nvfp4":
+        raise UserError(
+            f"[quant] all_gather = 'packed' is for NVFP4 weights, but the learner has {spec.learner_weights}; use bf16"
+        )
+    for path, module in model.named_modules():
+        if not isinstance(module, ShardedModule) or module.weights != "nvfp4":
+            continue
+        for leaf, parameter in module.named_parameters(recurse=False):
+            shard = module.shards[leaf] = PackedShard(parameter, module.mode)
+            if all_gather == "bf16":
+                continue
+            local = local_tensor(parameter)
+            if gathered_rows(parameter) % local.shape[0] or len(local) == 0:
+                raise UserError(
+                    f"[quant] all_gather = 'packed' needs equal shards, but the {gathered_rows(parameter)} rows of "
+                    f"{path}.{leaf} do not divide over FSDP; use all_gather = 'bf16' or another [parallel] fsdp"
+                )
+            # FSDP looks for these names on the shard when it first runs; the parameter itself stays a plain tensor.
+            local.fsdp_pre_all_gather = shard.pre_all_gather  # type: ignore[attr-defined]
+            local.fsdp_post_all_gather = shard.post_all_gather  # type: ignore[attr-defined]
+            shard.gathered = True
+
+
+@torch.no_grad()
+def requantize(model: nn.Module) -> None:
+    """Pack the local rows of every sharded NVFP4 weight; one process: `learner.requantize`. Collective."""
+    if not fsdp_modules(model):
+        learner.requantize(model)
+        return
+    reshard(model)
+    groups = [group for group in sharing_groups(model, TARGETS) if _own_shards(group)]
+    if not groups:
+        return
+    mode = next(iter(_own_shards(groups[0]).values())).mode
+    for group, (g, gs) in zip(groups, group_scales(groups, mode), strict=True):
+        shards = _own_shards(group)
+        for name, parameter in group.parameters():
+            shards[name].pack(parameter, g, gs)
+
+
+def group_scales(groups: list[Group], mode: GlobalScaleMode) -> list[tuple[Tensor, Tensor]]:
+    """(g, gs) of each sharing group, over all shards: [] for linears, [L, 1, 1] for experts. Two collectives in all."""
+    scales: dict[int, tuple[Tensor, Tensor]] = {}
+    for experts in (False, True):
+        chosen = [i for i, group in enumerate(groups) if (group.site in ("w13", "w2")) == experts]
+        if not chosen:
+            continue
+        amaxes = torch.stack([_local_amax(groups[i]) for i in chosen])
+        _, representative = next(groups[chosen[0]].parameters())
+        max_over_shards(amaxes, representative)
+        scales |= {i: nvfp4.global_scale(amax, mode) for i, amax in zip(chosen, amaxes.unbind(0), strict=True)}
+    return [scales[i] for i in range(len(groups))]
+
+
+@torch.no_grad()
+def quantized_weights(model: nn.Module, spec: QuantSpec) -> Iterator[tuple[str, Tensor]]:
+    """Full tensors in model order, as `learner.quantized_weights` yields them; each is gathered when it is asked for.
+
+    What travels is what is shipped: packed bytes for NVFP4, else the cast. Every process must take every tensor.
+    """
+    if not fsdp_modules(model):
+        yield from learner.quantized_weights(model, spec)
+        return
+    reshard(model)
+    dtype = getattr(model, "dtype", torch.float32)
+    dtype = torch.float32 if dtype == torch.float64 else dtype
+    groups = {name: group for group in sharing_groups(model, spec.targets) for name in group.members}
+    shards: dict[str, PackedShard] = {}
+    for name, parameter in model.named_parameters():
+        group = groups.get(name)
+        weights = "bf16" if group is None else spec.rollout_weights(group.site)
+        if group is None or weights == "bf16":
+            yield name, gather_full(local_tensor(parameter).to(dtype), parameter)
+        elif weights == "fp8":
+            yield name, Float8BlockTensor.from_hp(_full_bf16(parameter), spec.global_scale)
+        else:
+            if name not in shards:
+                shards |= _packed_group(group, spec.global_scale)
+            yield name, _full_tensor(shards.pop(name), parameter)
+
+
+def _packed_group(group: Group, mode: GlobalScaleMode) -> dict[str, PackedShard]:
+    """The packed rows of each member: the learner's own where it quantizes the same way."""
+    own = _own_shards(group)
+    if own and all(shard.mode == mode for shard in own.values()):
+        for name, parameter in group.parameters():
+            if own[name].version != local_tensor(parameter)._version:
+                raise RuntimeError(f"{name} changed after it was packed; call requantize(model) first")
+        return own
+    ((g, gs),) = group_scales([group], mode)
+    made = {}
+    for name, parameter in group.parameters():
+        made[name] = PackedShard(parameter, mode)
+        made[name].pack(parameter, g, gs)
+    return made
+
+
+def _full_tensor(shard: PackedShard, parameter: Tensor) -> NVFP4Tensor:
+    rows = gather_full(shard.bytes, parameter)
+    g = gather_full(shard.g[own_rows(parameter)], parameter) if shard.g.dim() else shard.g
+    return shard.tensor(rows, g, torch.bfloat16)
+
+
+def _full_bf16(parameter: Tensor) -> Tensor:
+    return gather_full(local_tensor(parameter).bfloat16(), parameter)
+
+
+def _own_shards(group: Group) -> dict[str, PackedShard]:
+    """The packed bytes that the learner keeps of each member; none where it does not quantize to NVFP4."""
+    return {
+        name: module.shards[leaf]
+        for name, (module, leaf) in group.members.items()
+        if isinstance(module, ShardedModule) and module.weights == "nvfp4"
+    }
+
+
+def _local_amax(group: Group) -> Tensor:
+    """Over this process's rows: fp32 [], or [L, 1, 1] with zeros for the experts of other shards."""
+    found = []
+    for _, parameter in group.parameters():
+        local_bf16 = local_tensor(parameter).bfloat16()
+        if local_bf16.dim() == 2:
+            found.append(nvfp4.finite_amax(local_bf16))
+            continue
+        amax_L11 = local_bf16.new_zeros(gathered_rows(parameter), 1, 1, dtype=torch.float32)
+        amax_L11[own_rows(parameter)] = nvfp4.finite_amax(local_bf16, dim=(-2, -1))
+        found.append(amax_L11)
+    return torch.stack(found).amax(0)
