@@ -13,10 +13,10 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor
-from torchao.utils import TorchAOBaseTensor
 
 from quads.quant import fp8, nvfp4
 from quads.quant.nvfp4 import GlobalScaleMode
+from quads.quant.torchao_base import TorchAOBaseTensor
 
 
 class QuantizedTensor(TorchAOBaseTensor):

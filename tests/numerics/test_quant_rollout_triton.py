@@ -1,0 +1,96 @@
+"""Rollout layers on the Triton kernels against the reference layers, on the CPU in Triton's interpreter.
+
+Runs in a process of its own: the interpreter is chosen when triton is first imported.
+"""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+from quads.errors import UserError
+from quads.model.linear import Linear
+from quads.model.moe import Experts
+from quads.quant.learner import quantized_weights
+from quads.quant.recipes import QuantSpec
+from quads.quant.rollout import convert_rollout, load_weight, named_weights
+from tests.helpers import REPOSITORY
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def layers(seed: int = 0) -> nn.Module:
+    model = nn.Module()
+    model.o_proj = Linear(48, 32, "o")
+    model.experts = Experts(32, 16, 4)
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.2, generator=torch.Generator().manual_seed(seed))
+    return model.to(torch.bfloat16)
+
+
+def rollout(source: nn.Module, spec: QuantSpec, kernel: str) -> nn.Module:
+    model = layers(seed=1)
+    convert_rollout(model, spec, kernel)
+    for name, tensor in quantized_weights(source, spec):
+        load_weight(model, name, tensor)
+    return model
+
+
+if INTERPRETED:
+
+    @pytest.mark.parametrize("precision", ["w4a16", "w4a4", "w4a4_residual"])
+    def test_layers_agree_with_the_reference(precision):
+        spec = QuantSpec("bf16", "bf16", precision, residual_sites=("w13", "o"))
+        source = layers()
+        reference, triton = rollout(source, spec, "reference"), rollout(source, spec, "triton")
+        generator = torch.Generator().manual_seed(2)
+        x = torch.randn(5, 48, generator=generator).bfloat16()
+        tokens = torch.randn(5, 32, generator=generator).bfloat16()
+        ids = torch.randint(4, (5, 2), generator=generator)
+        gates = torch.rand(5, 2, generator=generator).bfloat16()
+        live = torch.tensor([True, True, True, True, False])
+        # bf16 outputs of the same operands: half a bf16 step for each side, and its growth through the second matmul
+        for got, want in (
+            (triton.o_proj(x, live), reference.o_proj(x, live)),
+            (triton.experts(tokens, ids, gates, live), reference.experts(tokens, ids, gates, live)),
+        ):
+            error = (got[:4].float() - want[:4].float()).abs().max()
+            assert error <= 2**-7 * want[:4].float().abs().max()
+
+    def test_what_was_loaded_comes_back_and_stays_where_it_is():
+        spec = QuantSpec("bf16", "bf16", "w4a4_residual")
+        source = layers()
+        model = rollout(source, spec, "triton")
+        weights = {**model.o_proj.kernel_weights, **model.experts.kernel_weights}
+        addresses = [w.words.data_ptr() for w in weights.values()]
+        for seed in (0, 5):
+            shipped = dict(quantized_weights(layers(seed), spec))
+            for name, tensor in shipped.items():
+                load_weight(model, name, tensor)
+            stored = dict(named_weights(model))
+            assert stored.keys() == shipped.keys()
+            for name, tensor in shipped.items():
+                for part, plain in tensor.parts.items():
+                    got = stored[name].parts[part]
+                    assert got.shape == plain.shape and torch.equal(got.float(), plain.float()), (name, part)
+        assert [w.words.data_ptr() for w in weights.values()] == addresses
+
+    def test_what_does_not_fit_is_refused():
+        spec = QuantSpec("bf16", "bf16", "w4a4")
+        with pytest.raises(UserError, match="bfloat16"):
+            convert_rollout(layers().float(), spec, "triton")
+        model = rollout(layers(), spec, "triton")
+        with pytest.raises(ValueError, match="NVFP4 of shape"):
+            load_weight(model, "o_proj.weight", torch.zeros(32, 48))
+
+else:
+
+    def test_in_the_interpreter():
+        env = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+        command = [sys.executable, "-m", "pytest", "-q", "-x", "-W", "ignore", "-p", "no:cacheprovider", __file__]
+        done = subprocess.run(command, env=env, capture_output=True, text=True, cwd=REPOSITORY)
+        assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+        assert "5 passed" in done.stdout
