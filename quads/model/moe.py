@@ -16,7 +16,7 @@ Shapes: T tokens, H hidden, E experts, A experts a token (top_k), R = T*A dispat
 """
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -61,6 +61,36 @@ class Grouping:
     offsets_E: Tensor  # int32, end of each expert's rows; the last one is R
 
 
+class _TakeRows(torch.autograd.Function):
+    """x[index], where row t of x went to the rows places[t]. Backward gathers and adds those up in order; autograd's
+    own would scatter with atomic additions, whose order, and so the rounding in bf16, changes from run to run."""
+
+    @staticmethod
+    def forward(ctx: Any, x_TH: Tensor, index_R: Tensor, places_TC: Tensor) -> Tensor:
+        ctx.save_for_backward(places_TC)
+        return x_TH.index_select(0, index_R)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        (places_TC,) = ctx.saved_tensors
+        grad_TCH = grads[0].index_select(0, places_TC.flatten()).unflatten(0, places_TC.shape)
+        return grad_TCH.sum(1), None, None
+
+
+def take_rows(x_TH: Tensor, index_R: Tensor, places_TC: Tensor) -> Tensor:
+    """x[index_R]; `places_TC` lists, for each row of x, where it went."""
+    taken = _TakeRows.apply(x_TH, index_R, places_TC)
+    assert isinstance(taken, Tensor)
+    return taken
+
+
+def inverse(order_R: Tensor) -> Tensor:
+    """The permutation that undoes `order_R`."""
+    place_R = torch.empty_like(order_R)
+    place_R[order_R] = torch.arange(order_R.shape[0], device=order_R.device)
+    return place_R
+
+
 class LocalDispatcher:
     """Sorts rows by expert and puts them back. An expert-parallel dispatcher has the same two methods."""
 
@@ -71,7 +101,7 @@ class LocalDispatcher:
         counts_E = torch.zeros(num_experts, dtype=torch.int32, device=flat_R.device)
         counts_E.index_add_(0, flat_R, torch.ones_like(flat_R, dtype=torch.int32))
         grouping = Grouping(order_R, counts_E.cumsum(0, dtype=torch.int32))
-        return x_TH.index_select(0, order_R // ids_TA.shape[1]), grouping
+        return take_rows(x_TH, order_R // ids_TA.shape[1], inverse(order_R).view_as(ids_TA)), grouping
 
     def live_rows(self, live_T: Tensor | None, grouping: Grouping, top_k: int) -> Tensor | None:
         """The live mask of the dispatched rows."""
@@ -79,10 +109,7 @@ class LocalDispatcher:
 
     def combine(self, y_RH: Tensor, gates_TA: Tensor, grouping: Grouping) -> Tensor:
         """The weighted sum over each token's experts, [T, H]."""
-        num_tokens, top_k = gates_TA.shape
-        place_R = torch.empty_like(grouping.order_R)
-        place_R[grouping.order_R] = torch.arange(place_R.shape[0], device=place_R.device)
-        y_TAH = y_RH.index_select(0, place_R).view(num_tokens, top_k, y_RH.shape[1])
+        y_TAH = take_rows(y_RH, inverse(grouping.order_R), grouping.order_R[:, None]).unflatten(0, gates_TA.shape)
         return (y_TAH * gates_TA.unsqueeze(-1)).sum(dim=1)
 
 
