@@ -22,24 +22,24 @@ def compiled() -> bool:
 
 FLT_MAX = tl.constexpr(3.4028234663852886e38)
 INF_BITS = tl.constexpr(0x7F800000)
+SIGN_BIT = tl.constexpr(-(2**31))
 
 
 @triton.jit
 def e2m1_round(a):
     """a >= 0 (fp32) -> nearest of {0, .5, 1, 1.5, 2, 3, 4, 6}, ties to the even code; above 5 gives 6."""
     a = tl.minimum(a, 6.0)
-    # Adding 2**(e + 22), e = max(exponent of a, 0), leaves a spacing of 2**(e - 1), which is E2M1's; the sum rounds once.
-    magic = tl.maximum(a.to(tl.int32, bitcast=True) & INF_BITS, 0x3F800000) + 0x0B000000
-    magic = magic.to(tl.float32, bitcast=True)
-    return (a + magic) - magic
+    # Adding 2**22 times the power of two at or below max(a, 1) leaves E2M1's spacing, half that power, as the unit in
+    # the last place. The product is exact, so the fused sum rounds once, and taking it off again is exact.
+    power = (tl.maximum(a.to(tl.int32, bitcast=True), 0x3F800000) & INF_BITS).to(tl.float32, bitcast=True)
+    return tl.fma(power, -4194304.0, tl.fma(power, 4194304.0, a))
 
 
 @triton.jit
-def e2m1_code(value, x):
-    """A rounded magnitude and the number it came from -> 4-bit code (int32). A nonzero x keeps its sign, -0.0 has none."""
-    # value * 2**-126 puts E2M1's subnormal at fp32's, so exponent and mantissa bits line up.
-    bits = (value * 1.1754943508222875e-38).to(tl.int32, bitcast=True) >> 22
-    return bits | tl.where(x < 0.0, 8, 0)
+def with_sign(magnitude, x):
+    """magnitude >= 0 with the sign bit of x. Callers add +0.0 to x first, because -0.0 has no sign here."""
+    bits = magnitude.to(tl.int32, bitcast=True) | (x.to(tl.int32, bitcast=True) & SIGN_BIT)
+    return bits.to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -88,7 +88,7 @@ def abs_bits(x):
 def quantize_tile(x):
     """fp32 row tile, scale blocks along axis 1 -> (|E2M1 value|, scale fp32 and scale byte without axis 1, g).
 
-    Blocks whose scale is 0 or NaN have magnitude 0.
+    Blocks whose scale is 0 have magnitude 0; in NaN blocks the magnitude means nothing.
     """
     bits = abs_bits(x)
     block_max = tl.max(bits, axis=1)
@@ -97,23 +97,24 @@ def quantize_tile(x):
         amax = tl.max(tl.ravel(tl.where(bits >= INF_BITS, 0, bits)))
     g, gs = pow2_scale(amax)
     byte, scale, inv = block_factors(block_max, g, gs)
-    finite = tl.where(tl.expand_dims(byte == 0x7F, 1), 0.0, x)
-    magnitude = e2m1_round(tl.abs(finite) * tl.expand_dims(inv, 1))
-    return magnitude, scale, byte, g
+    return e2m1_round(tl.abs(x) * tl.expand_dims(inv, 1)), scale, byte, g
 
 
 @triton.jit
 def values(magnitude, scale, x):
-    """Signed e2m1 * e4m3 (exact in bfloat16): the sign is that of x, and a -0.0 in x counts as +0."""
-    return tl.where(x < 0.0, -magnitude, magnitude) * tl.expand_dims(scale, 1)
+    """Signed e2m1 * e4m3 (exact in bfloat16); NaN where the scale is."""
+    return with_sign(magnitude, x) * tl.expand_dims(scale, 1)
 
 
 @triton.jit
 def pack_tile(magnitude, byte, x, NB: tl.constexpr):
-    """[NB, 16] magnitudes -> uint8 [NB, 8], low nibble = even column. Blocks with scale byte 0 hold code 0 only."""
-    codes = tl.where(tl.expand_dims((byte == 0) | (byte == 0x7F), 1), 0, e2m1_code(magnitude, x))
-    low, high = tl.split(tl.reshape(codes, (NB, 8, 2)))
-    return (low | (high << 4)).to(tl.uint8)
+    """[NB, 16] magnitudes -> uint8 [NB, 8], low nibble = even column. Blocks with scale 0 or NaN hold code 0 only."""
+    # magnitude * 2**-126 puts E2M1's subnormal at fp32's: the code's magnitude is bits 24..22, its sign bit 31.
+    bits = with_sign(magnitude * 1.1754943508222875e-38, x)
+    low, high = tl.split(tl.reshape(bits.to(tl.int32, bitcast=True), (NB, 8, 2)))
+    both = ((low >> 22) & 0x207) | ((high >> 18) & 0x2070)
+    packed = (both & 0x77) | ((both >> 6) & 0x88)
+    return tl.where(((byte == 0) | (byte == 0x7F))[:, None], 0, packed).to(tl.uint8)
 
 
 @triton.jit

@@ -55,11 +55,10 @@ def weight_kernel(
     base = e.to(tl.int64) * blocks
     offsets = (base + block)[:, None] * 16 + tl.arange(0, 16)[None, :]
     inside = (block < blocks)[:, None]
-    x = tl.load(x_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
+    x = tl.load(x_ptr + offsets, mask=inside, other=0.0).to(tl.float32) + 0.0  # -0.0 becomes +0.0
     g = tl.load(g_ptr + e)
     byte, scale, inv = block_factors(tl.max(abs_bits(x), axis=1), g, tl.load(gs_ptr + e))
-    finite = tl.where((byte == 0x7F)[:, None], 0.0, x)
-    magnitude = e2m1_round(tl.abs(finite) * inv[:, None])
+    magnitude = e2m1_round(tl.abs(x) * inv[:, None])
     if PACK:
         pairs = (base + block)[:, None] * 8 + tl.arange(0, 8)[None, :]
         tl.store(packed_ptr + pairs, pack_tile(magnitude, byte, x, NB), mask=inside)

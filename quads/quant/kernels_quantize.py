@@ -43,6 +43,7 @@ def rows_kernel(
     stride_x,
     keep,
     KP: tl.constexpr,
+    EVEN: tl.constexpr,
     STORED: tl.constexpr,
     CODES: tl.constexpr,
     WHOLE: tl.constexpr,
@@ -63,7 +64,11 @@ def rows_kernel(
         if tl.load(slots_ptr + row) >= slots_end:
             return
     position, column = tile_columns(KP, STORED)
-    x = tl.load(x_ptr + row * stride_x + position, mask=column < K, other=0.0).to(tl.float32)
+    if EVEN:
+        x = tl.load(x_ptr + row * stride_x + position)
+    else:
+        x = tl.load(x_ptr + row * stride_x + position, mask=column < K, other=0.0)
+    x = x.to(tl.float32) + 0.0  # -0.0 becomes +0.0
     magnitude, scale, byte, g = quantize_tile(x)
     tl.store(scale_ptr + row, g)
     main = values(magnitude, scale, x)
@@ -76,7 +81,7 @@ def rows_kernel(
     else:
         store_values(main_ptr + row * width, main, width, KP, STORED, ASM)
     if RESIDUAL != "none":
-        r = main * g - x
+        r = main * g - x + 0.0
         magnitude, scale, byte, g = quantize_tile(r)
         tl.store(scale_ptr + T + row, g)
         if RESIDUAL == "token":
@@ -123,6 +128,11 @@ class Compensation(NamedTuple):
 
     ratio: float
     selection: str
+
+
+def row_warps(rows: int, kp: int) -> int:
+    """Warps of a row's program: more for latency with few rows, fewer for throughput with many."""
+    return min(max(kp // (512 if rows < 1024 else 1024), 1), 8)
 
 
 def budget(k: int, compensation: Compensation) -> int:
@@ -182,6 +192,7 @@ def quantize_activations(
         x_RK.stride(0),
         0 if compensation is None else budget(k, compensation),
         KP=kp,
+        EVEN=kp == k,
         STORED=stored,
         CODES=codes,
         WHOLE=whole,
@@ -189,7 +200,7 @@ def quantize_activations(
         INDEX_BITS=kp.bit_length() - 1,
         HAS_SLOTS=slots is not None,
         ASM=compiled(),
-        num_warps=min(max(kp // 512, 1), 8),
+        num_warps=row_warps(rows, kp),
         enable_fp_fusion=False,
     )
     return Operand(data, scale, block_scale, compensation is not None), mask

@@ -33,7 +33,7 @@ def scores_kernel(
     first = tl.program_id(0) * ROWS
     x_ptrs = x_ptr + first.to(tl.int64) * stride_x + position
     for row in range(first, tl.minimum(first + ROWS, T)):
-        x = tl.load(x_ptrs, mask=column < K, other=0.0).to(tl.float32)
+        x = tl.load(x_ptrs, mask=column < K, other=0.0).to(tl.float32) + 0.0
         x_ptrs += stride_x
         magnitude, scale, _, g = quantize_tile(x)
         r = values(magnitude, scale, x) * g - x
@@ -115,6 +115,6 @@ def select(x_RK: Tensor, k: int, keep: int, by_block: bool, live_R: Tensor | Non
     mask = torch.empty(k, dtype=torch.uint8, device=x_RK.device)
     group = 16 if by_block else 1
     units = kp // group
-    own = min(units, 64)
+    own = min(units, 32)
     select_kernel[(units // own,)](partial, mask, groups, k, kp, keep, UNITS=units, OWN=own, GROUP=group, num_warps=4)
     return mask

@@ -1,0 +1,168 @@
+"""Tables of the 4-bit kernels on this GPU: quantizers, the expert layer, attention projections; beside FP8, bf16, floors.
+
+    python -m benchmarks.bench_kernels [quantize] [experts] [attention]
+
+Model shape: 128 experts, hidden 2048, width 768, top-8 (25.5B parameters). Everything runs in CUDA graphs over rotating
+weights and routings; a time is the median, and covers the whole layer: quantization, routing, both GEMMs, SwiGLU, the
+weighted sum. A floor is the bytes that must move over the read bandwidth measured in the same run.
+"""
+
+import sys
+from collections.abc import Callable
+
+import torch
+
+from benchmarks import baselines
+from benchmarks.timing import copy_gbps, graph_us, read_gbps
+from benchmarks.tune_kernels import EXPERTS, HIDDEN, TOP_K, WIDTH, weight
+from quads.quant import kernels
+from quads.quant.kernels_pack import weight_amax
+from quads.quant.kernels_quantize import Compensation, quantize_activations
+
+TOKENS = (1, 16, 64, 256, 1024, 4096)
+VARIANTS = {
+    "w4a16": ("w4a16", "batch"),
+    "w4a4": ("w4a4", "batch"),
+    "+res batch": ("w4a4_residual", "batch"),
+    "+res token": ("w4a4_residual", "token"),
+}
+
+
+def quantizers(copy: float) -> None:
+    print(f"\nquantizers, GB/s moved and share of the copy bandwidth {copy:.0f} GB/s")
+    for rows, k in ((8192, 2048), (32768, 2048), (16384, 4096)):
+        sets = [torch.randn(rows, k, device="cuda", dtype=torch.bfloat16) for _ in range(4)]
+        wide = [x.view(16, rows // 16, k) for x in sets]
+        g = [torch.full((16,), 2.0**-9, device="cuda") for _ in sets]
+        half = 2.0 + 0.5625
+        jobs: list[tuple[str, float, Callable]] = [
+            ("quantize rows to codes", half, lambda i: quantize_activations(sets[i], k, codes=True)),
+            ("quantize rows to values", 4.0, lambda i: quantize_activations(sets[i], k)),
+            ("weight pack, g given", half, lambda i: kernels.quantize(wide[i], g[i])),
+            ("weight QDQ, g given", 4.0, lambda i: kernels.qdq(wide[i], g[i], dtype=torch.bfloat16)),
+            ("weight amax", 2.0, lambda i: weight_amax(wide[i])),
+        ]
+        for selection, reads in (("token", 1), ("batch", 2), ("block", 2)):
+            how = Compensation(0.5, selection)
+            jobs.append(
+                (f"+ residual, {selection}, codes", 2.0 * reads + 1.125, lambda i, h=how: quantize_activations(sets[i], k, h, codes=True))
+            )
+        for name, per_element, call in jobs:
+            us = graph_us([lambda i=i, c=call: c(i) for i in range(4)])
+            gbps = rows * k * per_element / us / 1000
+            print(f"  {rows:6d} x {k}  {name:28s} {us:8.1f} us  {gbps:6.0f} GB/s  {100 * gbps / copy:4.0f} %", flush=True)
+
+
+def experts_hit(ids: list[torch.Tensor]) -> float:
+    return sum(float(i.unique().numel()) for i in ids) / len(ids)
+
+
+def best(calls: dict, default: float = float("nan")) -> tuple[float, object]:
+    """Fastest of several configurations: (us, its key)."""
+    times = {}
+    for key, make in calls.items():
+        try:
+            times[key] = graph_us(make, replays=5)
+        except Exception as error:
+            print("  skipped", key, type(error).__name__, str(error)[:90])
+    if not times:
+        return default, None
+    key = min(times, key=lambda each: times[each])
+    return times[key], key
+
+
+def experts(read: float) -> None:
+    w4 = [(weight((EXPERTS, 2 * WIDTH, HIDDEN), True), weight((EXPERTS, HIDDEN, WIDTH))) for _ in range(2)]
+    full = [
+        (
+            torch.randn(EXPERTS, 2 * WIDTH, HIDDEN, device="cuda").bfloat16() * 0.02,
+            torch.randn(EXPERTS, HIDDEN, WIDTH, device="cuda").bfloat16() * 0.02,
+        )
+        for _ in range(2)
+    ]
+    fp8 = [tuple(baselines.fp8_weight(w) for w in pair) for pair in full]
+    print("\nexpert layer, us (whole layer)")
+    print(f"{'tokens':>7s} {'hit':>6s} {'floor w4':>9s} {'bf16':>8s} {'fp8':>8s} {'fp8 torch':>9s} " + " ".join(f"{v:>10s}" for v in VARIANTS) + "   fp8/each")
+    for tokens in TOKENS:
+        repeats = 8 if tokens <= 256 else 4
+        x = [torch.randn(tokens, HIDDEN, device="cuda", dtype=torch.bfloat16) for _ in range(repeats)]
+        ids = [torch.rand(tokens, EXPERTS, device="cuda").topk(TOP_K).indices for _ in range(repeats)]
+        if tokens == 1:  # disjoint experts, so that no weight is still in the cache
+            ids = [torch.arange(8, device="cuda").view(1, 8) + 8 * i for i in range(repeats)]
+        gates = [torch.rand(tokens, TOP_K, device="cuda").bfloat16() for _ in range(repeats)]
+        span = range(repeats)
+        hit = experts_hit(ids)
+        floor = hit * 3 * HIDDEN * WIDTH * 0.5625 / read / 1000
+        bf16, _ = best({"bf16": [lambda i=i: baselines.bf16_moe(x[i], *full[i % 2], ids[i], gates[i]) for i in span]})
+        torch_fp8, _ = best(
+            {"torch fp8": [lambda i=i: baselines.scaled_grouped_moe(x[i], *fp8[i % 2], ids[i], gates[i]) for i in span]}
+        )
+        per_expert = tokens * TOP_K / EXPERTS
+        bms = (16,) if per_expert <= 2 else (16, 32) if per_expert <= 6 else (16, 32, 64) if per_expert <= 24 else (64, 128)
+        found = {}
+        for bm in bms:
+            for config in baselines.FP8_CONFIGS:
+                found[bm, config] = [
+                    lambda i=i, bm=bm, c=config: baselines.fp8_moe(x[i], *fp8[i % 2], ids[i], gates[i], bm, (c, c)) for i in span
+                ]
+        native, which = best(found)
+        row = []
+        for precision, selection in VARIANTS.values():
+            calls = [
+                lambda i=i, p=precision, s=selection: kernels.moe(x[i], *w4[i % 2], ids[i], gates[i], p, ("w13",), 0.5, s)
+                for i in span
+            ]
+            row.append(graph_us(calls))
+        print(
+            f"{tokens:7d} {hit:6.1f} {floor:9.1f} {bf16:8.1f} {native:8.1f} {torch_fp8:9.1f} "
+            + " ".join(f"{us:10.1f}" for us in row)
+            + "   "
+            + " ".join(f"{min(native, torch_fp8 if torch_fp8 == torch_fp8 else native) / us:.2f}" for us in row)
+            + f"   fp8 config {which}",
+            flush=True,
+        )
+
+
+def attention(read: float) -> None:
+    print("\nattention projections, us (quantization and GEMM)")
+    for n, k in ((5120, 2048), (2048, 4096)):
+        count = 16
+        w4 = [weight((n, k)) for _ in range(count)]
+        full = [torch.randn(n, k, device="cuda").bfloat16() * 0.02 for _ in range(count)]
+        fp8 = [baselines.fp8_weight(w) for w in full]
+        print(f"{k} -> {n}: tokens, floor w4, bf16, fp8 (torch._scaled_mm), " + ", ".join(VARIANTS))
+        for tokens in TOKENS:
+            x = torch.randn(tokens, k, device="cuda", dtype=torch.bfloat16)
+            floor = n * k * 0.5625 / read / 1000
+            bf16 = graph_us([lambda w=w: x @ w.t() for w in full])
+
+            def scaled(w):
+                q, s = baselines.fp8_rows(x)
+                return torch._scaled_mm(q, w[0].t(), s.unsqueeze(1), w[1].unsqueeze(0), out_dtype=torch.bfloat16, use_fast_accum=True)
+
+            native, _ = best({"scaled_mm": [lambda w=w: scaled(w) for w in fp8]})
+            row = [
+                graph_us([lambda w=w, p=p, s=s: kernels.linear(x, w, p, 0.5, s) for w in w4])
+                for p, s in VARIANTS.values()
+            ]
+            print(
+                f"  {tokens:6d} {floor:7.1f} {bf16:8.1f} {native:8.1f}   " + " ".join(f"{us:8.1f}" for us in row)
+                + "   fp8/each " + " ".join(f"{native / us:.2f}" for us in row),
+                flush=True,
+            )
+
+
+def main() -> None:
+    asked = sys.argv[1:] or ["quantize", "experts", "attention"]
+    copy, read = copy_gbps(), read_gbps()
+    print(torch.cuda.get_device_name(), "torch", torch.__version__, f"copy {copy:.0f} GB/s, read {read:.0f} GB/s")
+    if "quantize" in asked:
+        quantizers(copy)
+    if "experts" in asked:
+        experts(read)
+    if "attention" in asked:
+        attention(read)
+
+
+if __name__ == "__main__":
+    main()

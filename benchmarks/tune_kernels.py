@@ -1,0 +1,196 @@
+"""Find the launch configurations of the 4-bit GEMM on this GPU and write quads/quant/tuned/NAME.json.
+
+    python -m benchmarks.tune_kernels OUT.json
+
+Times one layer of 128 experts (hidden 2048, width 768, top-8) and the attention projections (2048 -> 5120, 4096 ->
+2048). Candidates are compiled by all CPU cores first.
+"""
+
+import itertools
+import json
+import os
+import sys
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+
+import torch
+
+from benchmarks.timing import graph_us
+from quads.quant import kernels
+from quads.quant.kernels_gemm import w4_gemm_kernel
+from quads.quant.kernels_moe import max_blocks, route
+from quads.quant.kernels_quantize import Operand
+from quads.quant.kernels_tune import Tile
+
+EXPERTS, HIDDEN, WIDTH, TOP_K = 128, 2048, 768, 8
+SHAPES = {"w13": (2 * WIDTH, HIDDEN), "w2": (HIDDEN, WIDTH), "qkv": (5120, 2048), "o": (2048, 4096)}
+MODES = {"w13": "gather", "w2": "scatter", "qkv": "dense", "o": "dense"}
+ROUTED = {1: (8,), 16: (8,), 64: (8, 16), 256: (16, 32), 1024: (32, 64), 4096: (64, 128)}
+DENSE = {1: (8,), 16: (8, 16), 64: (16, 32, 64), 256: (32, 64), 1024: (64, 128), 4096: (64, 128)}
+NUMBERS = ("n_rows", "N", "NB", "KB", "stride_x", "stride_out")
+CLASS_ENDS = {1: 0.5, 16: 2, 64: 6, 256: 24, 1024: 96, 4096: None}  # tokens per expert
+
+
+def candidates(bm: int, residual: bool) -> list[Tile]:
+    columns = 2 * bm if residual else bm
+    out = []
+    for (bn, warps), kstep, stages in itertools.product(((32, 1), (64, 2), (64, 4), (128, 4)), (1, 2), (2, 3, 4)):
+        small = warps < 4
+        if columns > 32 and (small or kstep == 2):
+            continue
+        if columns <= 8 and (kstep == 1 or (bn == 64 and warps == 4)):
+            continue
+        if columns > 16 and small:
+            continue
+        if columns > 128 and bn == 128:
+            continue
+        out.append(Tile(bn, kstep, stages, warps))
+    return out
+
+
+def arguments(layer: str, tokens: int, bm: int, tile: Tile, residual: bool) -> dict:
+    n, k = SHAPES[layer]
+    routed = layer in ("w13", "w2")
+    pairs = tokens * TOP_K if routed else tokens
+    stride_out = {"w13": WIDTH, "w2": HIDDEN}.get(layer, n)
+    numbers = {"n_rows": pairs, "N": n, "NB": -(-n // 128), "KB": -(-k // 128), "stride_x": k, "stride_out": stride_out}
+    constants = {
+        "TOP_K": TOP_K if layer == "w13" else 1,
+        "BM": bm,
+        "BN": tile.bn,
+        "KSTEP": tile.kstep if -(-k // 128) % tile.kstep == 0 else 1,
+        "MODE": MODES[layer],
+        "SCALED": True,
+        "RESIDUAL": residual,
+        "ASM": True,
+        "num_warps": tile.warps,
+        "num_stages": tile.stages,
+    }
+    return {**numbers, **constants}
+
+
+def signature(args: dict) -> str:
+    """What tells compiled kernels apart: constants, and which integers are 1 or multiples of 16."""
+    kinds = {name: (value == 1, value % 16 == 0) for name, value in args.items() if name in NUMBERS}
+    return str(args | kinds)
+
+
+def precompile(job: tuple) -> None:
+    pointers = (torch.bfloat16, torch.float32, torch.int16, torch.uint8, torch.float32, torch.int32, torch.int32)
+    try:
+        w4_gemm_kernel.warmup(*pointers, torch.bfloat16, grid=(1,), **arguments(*job))
+    except Exception as error:  # a configuration that does not fit is found again, and skipped, when it is timed
+        print("does not compile:", job, str(error)[:80])
+
+
+def measure(layer: str, tokens: int, bm: int, tile: Tile, residual: bool, weights: list, routings: list) -> float:
+    n, k = SHAPES[layer]
+    routed = layer in ("w13", "w2")
+    blocks = max_blocks(tokens * TOP_K, EXPERTS, bm) if routed else -(-tokens // bm)
+    rows = blocks * bm if layer == "w2" else tokens
+    count = 2 * rows if residual else rows
+    operand = Operand(
+        torch.randn(count, k, device="cuda").bfloat16(), torch.rand(count, device="cuda"), None, residual
+    )
+    args = arguments(layer, tokens, bm, tile, residual)
+    out = torch.empty(max(blocks * bm, tokens * TOP_K), args["stride_out"], dtype=torch.bfloat16, device="cuda")
+    grid = (blocks * args["NB"] * (128 // tile.bn),)
+
+    def call(i: int) -> None:
+        weight = weights[i % len(weights)]
+        rows_, expert = (routings[i][0], routings[i][1]) if routed else (weight.g, weight.g)
+        w4_gemm_kernel[grid](
+            operand.data, operand.scale, weight.words, weight.scales, weight.g, rows_, expert, out, **args
+        )
+
+    repeats = 8 if tokens <= 256 else 4
+    return graph_us([lambda i=i: call(i) for i in range(repeats)], replays=5)
+
+
+def weight(shape: tuple[int, ...], swiglu: bool = False) -> kernels.KernelWeight:
+    w = torch.randn(shape, device="cuda", dtype=torch.bfloat16) * 0.02
+    return kernels.KernelWeight.from_packed(*kernels.quantize(w), swiglu=swiglu)
+
+
+def main() -> None:
+    jobs = []
+    for table, layers in ((ROUTED, ("w13", "w2")), (DENSE, ("qkv", "o"))):
+        for tokens, bms in table.items():
+            for bm, residual, layer in itertools.product(bms, (False, True), layers):
+                if residual and bm > 64:
+                    continue
+                jobs += [(layer, tokens, bm, tile, residual) for tile in candidates(bm, residual)]
+    distinct = {signature(arguments(*job)): job for job in jobs}
+    print(len(jobs), "configurations,", len(distinct), "kernels", flush=True)
+    with ProcessPoolExecutor(os.cpu_count(), mp_context=get_context("spawn")) as pool:
+        list(pool.map(precompile, distinct.values(), chunksize=4))
+
+    stacks = {
+        "w13": [weight((EXPERTS, 2 * WIDTH, HIDDEN), True) for _ in range(2)],
+        "w2": [weight((EXPERTS, HIDDEN, WIDTH)) for _ in range(2)],
+        "qkv": [weight((5120, 2048)) for _ in range(16)],
+        "o": [weight((2048, 4096)) for _ in range(16)],
+    }
+    times: dict[tuple, float] = {}
+    routing_cache: dict[tuple, list] = {}
+    for job in jobs:
+        layer, tokens, bm, tile, residual = job
+        if layer in ("w13", "w2") and (tokens, bm) not in routing_cache:
+            ids = [torch.rand(tokens, EXPERTS, device="cuda").topk(TOP_K).indices for _ in range(8)]
+            routing_cache[tokens, bm] = [route(each, EXPERTS, bm) for each in ids]
+        try:
+            times[job] = measure(*job, stacks[layer], routing_cache.get((tokens, bm), []))
+        except Exception as error:
+            print("skipped:", job, type(error).__name__, str(error)[:100], flush=True)
+
+    classes: dict[str, list] = {}
+    for residual in (False, True):
+        suffix = "_residual" if residual else ""
+        for name, table, pair in (("moe", ROUTED, ("w13", "w2")), ("dense", DENSE, ("qkv", "o"))):
+            rows = classes.setdefault(name + suffix, [])
+            for tokens, bms in table.items():
+                options = []
+                for bm in bms:
+                    found = {job: us for job, us in times.items() if job[1] == tokens and job[2] == bm}
+                    if name == "moe":
+                        # w2 is compensated only on request: its tile comes from the plain time
+                        first = {job[3]: us for job, us in found.items() if job[0] == "w13" and job[4] == residual}
+                        second = {job[3]: us for job, us in found.items() if job[0] == "w2" and not job[4]}
+                        if first and second:
+                            best = [min(each, key=each.get) for each in (first, second)]
+                            options.append((first[best[0]] + second[best[1]], bm, best, first, second))
+                    else:
+                        sums: dict[Tile, float] = {}
+                        for tile in {job[3] for job in found if job[0] in pair and job[4] == residual}:
+                            parts = [found.get((layer, tokens, bm, tile, residual)) for layer in pair]
+                            if None not in parts:
+                                sums[tile] = sum(parts)
+                        if sums:
+                            best = min(sums, key=sums.get)
+                            options.append((sums[best], bm, [best], sums, {}))
+                us, bm, best, first, second = min(options, key=lambda option: option[0])
+                row: dict = {"up_to": CLASS_ENDS[tokens] if name == "moe" else (tokens if tokens < 4096 else None)}
+                row["bm"] = bm
+                for layer, tile in zip(("w13", "w2") if name == "moe" else ("dense",), best, strict=True):
+                    row[layer] = list(tile)
+                rows.append(row)
+                for other in sorted(options):
+                    print(name + suffix, tokens, "bm", other[1], [tuple(t) for t in other[2]], f"{other[0]:.1f} us", end=" ")
+                    if name == "moe":
+                        print(f"= {min(other[3].values()):.1f} + {min(other[4].values()):.1f}", end="")
+                    print()
+    content = {
+        "device": torch.cuda.get_device_name(),
+        "found_by": "python -m benchmarks.tune_kernels",
+        "versions": {"torch": torch.__version__, "triton": __import__("triton").__version__},
+        "tile": ["bn", "kstep", "stages", "warps"],
+        "classes": classes,
+    }
+    with open(sys.argv[1], "w") as file:
+        json.dump(content, file, indent=1)
+    with open(sys.argv[1] + ".all", "w") as file:
+        json.dump([[*job[:3], *job[3], job[4], us] for job, us in times.items()], file)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,148 @@
+"""The checks of the interpreter tests on the GPU, at odd and at production shapes; repeated launches; CUDA graphs."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from quads.quant import nvfp4
+
+pytestmark = pytest.mark.gpu
+if torch.cuda.is_available():
+    from quads.quant import conformance, kernels
+    from tests.numerics import kernel_checks as check
+
+PRECISIONS = ("w4a16", "w4a4", "w4a4_residual")
+
+
+@pytest.mark.parametrize("mode", ["pow2", "amax"])
+@pytest.mark.parametrize("shape", [(1, 16), (7, 48), (2, 6, 32), (1, 2064), (300, 40), (4, 256, 2048), (1000, 4096)])
+def test_weight_quantizer(shape, mode):
+    check.check_weight_quantizer(shape, mode, "cuda")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("selection", ["batch", "block", "token"])
+@pytest.mark.parametrize(("rows", "k"), [(1, 16), (7, 48), (64, 2064), (300, 2048), (1500, 768), (33, 4096)])
+def test_activation_quantizer(rows, k, selection, dtype):
+    for ratio in (0.5, 0.1, 1.0):
+        check.check_activation_quantizer(rows, k, selection, ratio, "cuda", dtype)
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("rows", [1, 5, 16, 40, 200, 700])
+def test_linear(rows, precision):
+    for n, k, selection in ((130, 16, "batch"), (40, 144, "token"), (512, 2048, "batch"), (2048, 4096, "block")):
+        check.check_linear(rows, n, k, precision, selection, "cuda")
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("one_expert", [False, True])
+def test_experts(precision, one_expert):
+    for tokens, experts, top_k, hidden, width in ((1, 8, 2, 48, 16), (7, 4, 2, 272, 48), (130, 8, 4, 256, 128)):
+        check.check_moe(tokens, experts, top_k, hidden, width, precision, "cuda", one_expert=one_expert)
+
+
+def large_layer(tokens: int, seed: int = 0):
+    generator = torch.Generator("cuda").manual_seed(seed)
+
+    def weight(shape, swiglu):
+        w = torch.randn(shape, generator=generator, device="cuda", dtype=torch.bfloat16) * 0.02
+        return kernels.KernelWeight.from_packed(*kernels.quantize(w), swiglu=swiglu)
+
+    x = torch.randn(tokens, 2048, generator=generator, device="cuda", dtype=torch.bfloat16)
+    logits = torch.randn(tokens, 128, generator=generator, device="cuda")
+    gates, ids = logits.softmax(-1).topk(8)
+    return x, weight((128, 1536, 2048), True), weight((128, 2048, 768), False), ids, gates.bfloat16()
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("tokens", [1, 16, 64, 256, 1024, 4096])
+def test_repeated_launches_give_the_same_bits(tokens, precision):
+    """A compiler race (see kernels_gemm.py) shows up as bits that move between launches, never in one comparison."""
+    x, w13, w2, ids, gates = large_layer(tokens)
+    for selection in ("batch", "token"):
+        first = kernels.moe(x, w13, w2, ids, gates, precision, ("w13", "w2"), 0.5, selection)
+        assert first.isfinite().all()
+        for _ in range(12):
+            again = kernels.moe(x, w13, w2, ids, gates, precision, ("w13", "w2"), 0.5, selection)
+            assert torch.equal(first.view(torch.int16), again.view(torch.int16))
+    dense = kernels.KernelWeight.from_packed(*kernels.quantize(torch.randn(5120, 2048, device="cuda") * 0.02))
+    first = kernels.linear(x, dense, precision)
+    for _ in range(12):
+        assert torch.equal(first.view(torch.int16), kernels.linear(x, dense, precision).view(torch.int16))
+
+
+@pytest.mark.parametrize("tokens", [1, 16, 64, 256, 1024, 4096])
+def test_large_layer_against_dequantized_weights(tokens):
+    """W4A16 at the 25.5B shape against bf16 grouped matmuls over the dequantized weights: bf16 rounding apart, equal."""
+    x, w13, w2, ids, gates = large_layer(tokens)
+    w13_full = nvfp4_dequantize(w13)
+    w2_full = nvfp4_dequantize(w2)
+    flat = ids.flatten()
+    order = flat.argsort(stable=True)
+    ends = torch.bincount(flat, minlength=128).cumsum(0).int()
+    gate, up = torch._grouped_mm(x[order // 8], w13_full.transpose(1, 2), offs=ends).chunk(2, -1)
+    y = torch._grouped_mm((torch.nn.functional.silu(gate) * up), w2_full.transpose(1, 2), offs=ends)
+    want = torch.zeros(tokens * 8, 2048, device="cuda")
+    want[order] = y.float()
+    want = (want.view(tokens, 8, 2048) * gates.float().unsqueeze(-1)).sum(1)
+    got = kernels.moe(x, w13, w2, ids, gates, "w4a16").float()
+    assert float((got - want).norm() / want.norm()) < 0.01
+
+
+def nvfp4_dequantize(weight) -> torch.Tensor:
+    packed, block_scale, g = weight.to_packed()
+    return kernels.dequantize(packed, block_scale, g.view(-1, 1, 1), torch.bfloat16)
+
+
+def test_cuda_graph_replay_and_weights_written_in_place():
+    x, w13, w2, ids, gates = large_layer(64)
+    live = torch.ones(64, dtype=torch.bool, device="cuda")
+
+    def run():
+        return kernels.moe(x, w13, w2, ids, gates, "w4a4_residual", live_T=live)
+
+    eager = run()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = run()
+    graph.replay()
+    assert torch.equal(out, eager)
+    fresh = kernels.quantize(torch.randn(128, 1536, 2048, device="cuda", dtype=torch.bfloat16) * 0.05)
+    w13.load_(*fresh)
+    live[40:] = False
+    x.copy_(torch.randn_like(x))
+    want = run()
+    graph.replay()
+    assert torch.equal(out, want) and (out[40:] == 0).all() and not torch.equal(out, eager)
+    packed, block_scale, g = w13.to_packed()
+    assert torch.equal(packed, fresh[0]) and torch.equal(g, fresh[2])
+    assert torch.equal(block_scale.view(torch.uint8), fresh[1].view(torch.uint8))
+
+
+def test_a_row_does_not_depend_on_its_batch_mates_with_token_selection():
+    x, w13, w2, ids, gates = large_layer(64)
+    whole = kernels.moe(x, w13, w2, ids, gates, "w4a4_residual", selection="token")
+    part = kernels.moe(x[:48], w13, w2, ids[:48], gates[:48], "w4a4_residual", selection="token")
+    assert torch.equal(whole[:48], part)  # same tiles at both sizes, and sums over K in the same order
+
+
+@pytest.mark.parametrize("name", ["nvfp4_vectors.json", "residual_vectors.json"])
+def test_conformance_vectors(name):
+    cases = conformance.load_cases(Path(__file__).parents[1] / "golden" / name)
+    assert conformance.check(cases, conformance.run_triton) == []
+
+
+def test_every_block_scale_and_code_decodes_exactly():
+    """All 127 scale bytes times 16 codes, through the GEMM: x is one-hot, so the output is the weight."""
+    k = 256
+    packed = torch.arange(256, dtype=torch.uint8).repeat(128, 1)[:, : k // 2].contiguous()
+    packed[:, :] = torch.randint(0, 256, packed.shape, dtype=torch.uint8)
+    scale = torch.arange(128, dtype=torch.uint8).clamp(max=126).view(128, 1).expand(128, k // 16).contiguous()
+    packed[0] = 0  # scale 0 comes with code 0 only
+    g = torch.tensor(0.5)
+    block_scale = scale.view(torch.float8_e4m3fn)
+    weight = kernels.KernelWeight.from_packed(packed.cuda(), block_scale.cuda(), g.cuda())
+    got = kernels.linear(torch.eye(k, device="cuda", dtype=torch.bfloat16), weight, "w4a16")
+    assert check.same_bits(got.T + 0.0, nvfp4.dequantize(packed, block_scale, g).to(torch.bfloat16) + 0.0)

@@ -1,0 +1,110 @@
+"""Every kernel against its plain-torch reference, on the CPU in Triton's interpreter. Runs in a process of its own,
+because the interpreter is chosen when triton is first imported."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+
+if INTERPRETED:
+    import torch
+
+    from quads.errors import UserError
+    from quads.quant import kernels, nvfp4
+    from quads.quant.kernels_moe import max_blocks, route
+    from tests.numerics import kernel_checks as check
+
+    @pytest.mark.parametrize("mode", ["pow2", "amax"])
+    @pytest.mark.parametrize("shape", [(1, 16), (7, 48), (2, 6, 32), (1, 2064), (300, 40)])
+    def test_weight_quantizer(shape, mode):
+        check.check_weight_quantizer(shape, mode, "cpu")
+
+    @pytest.mark.parametrize(
+        ("rows", "k", "selection", "ratio"),
+        [
+            (1, 16, "batch", 0.5),
+            (7, 48, "token", 0.25),
+            (8, 2064, "block", 0.5),
+            (40, 128, "batch", 0.3),
+            (9, 80, "token", 1.0),
+            (6, 96, "batch", 0.0),
+        ],
+    )
+    def test_activation_quantizer(rows, k, selection, ratio):
+        check.check_activation_quantizer(rows, k, selection, ratio, "cpu")
+
+    def test_scores_of_many_rows_are_summed_in_two_steps():
+        check.check_activation_quantizer(300, 32, "batch", 0.5, "cpu", torch.bfloat16)
+
+    def test_equal_scores_go_to_the_lower_channel():
+        x = torch.full((3, 64), 1.1)
+        for selection in ("batch", "token", "block"):
+            mask = kernels.compensate_packed(x, 0.25, selection).mask.expand(3, 64)
+            assert mask[:, :16].all() and not mask[:, 16:].any()
+
+    @pytest.mark.parametrize("path", ["decoded", "native_fp4"])
+    @pytest.mark.parametrize("precision", ["w4a16", "w4a4", "w4a4_residual"])
+    def test_linear(precision, path):
+        if path == "native_fp4" and precision == "w4a16":
+            pytest.skip("16-bit activations have no FP4 path")
+        for rows, n, k, selection in ((1, 130, 16, "batch"), (5, 40, 144, "token"), (19, 16, 48, "block")):
+            check.check_linear(rows, n, k, precision, selection, "cpu", path)
+
+    @pytest.mark.parametrize(
+        ("precision", "path"),
+        [("w4a16", "decoded"), ("w4a4", "decoded"), ("w4a4_residual", "decoded"), ("w4a4_residual", "native_fp4")],
+    )
+    def test_experts(precision, path):
+        check.check_moe(7, 4, 2, 48, 16, precision, "cpu", path)
+
+    def test_all_tokens_at_one_expert():
+        check.check_moe(20, 3, 1, 144, 48, "w4a4", "cpu", one_expert=True)
+
+    def test_nan_weight_block_reaches_exactly_its_output_feature():
+        w = torch.randn(20, 64)
+        w[3, 17] = torch.nan
+        weight = kernels.KernelWeight.from_packed(*nvfp4.quantize(w))
+        y = kernels.linear(torch.randn(5, 64).bfloat16(), weight, "w4a16")
+        assert y[:, 3].isnan().all() and not torch.cat((y[:, :3], y[:, 4:]), 1).isnan().any()
+
+    def test_routing_map():
+        ids = torch.tensor([[2, 0], [2, 3], [-1, 2], [7, 2], [0, 2]])
+        live = torch.tensor([1, 1, 1, 1, 0], dtype=torch.uint8)
+        routing = route(ids, 4, 2, live)
+        assert max_blocks(10, 4, 2) == 7 == routing.expert.numel()
+        assert routing.expert.tolist() == [0, 2, 2, 3, -1, -1, -1]
+        assert routing.rows.view(7, 2).tolist() == [[1, 10], [0, 2], [5, 7], [3, 10], [10, 10], [10, 10], [10, 10]]
+
+    @pytest.mark.parametrize(("bm", "experts", "pairs"), [(8, 4, 1), (8, 128, 512), (16, 3, 100), (64, 128, 32768)])
+    def test_block_bound_holds_and_is_reached(bm, experts, pairs):
+        worst = [pairs - min(pairs, experts) + 1] + [1] * (min(pairs, experts) - 1)
+        assert sum(-(-count // bm) for count in worst) == max_blocks(pairs, experts, bm)
+        even = torch.bincount(torch.arange(pairs) % experts, minlength=experts)
+        assert int((-(-even // bm)).sum()) <= max_blocks(pairs, experts, bm)
+
+    def test_paths_are_chosen_or_refused():
+        assert kernels.choose("cpu", "w4a4")[0] == "decoded"
+        with pytest.raises(UserError, match="w4a16, w4a4 or w4a4_residual"):
+            kernels.choose("cpu", "fp8")
+        with pytest.raises(UserError, match="auto, native_fp4 or decoded"):
+            kernels.choose("cpu", "w4a4", "cuda")
+
+    @pytest.mark.parametrize("name", ["nvfp4_vectors.json", "residual_vectors.json"])
+    def test_conformance_vectors(name):
+        from quads.quant import conformance
+
+        cases = conformance.load_cases(Path("tests/golden") / name)[::4]
+        assert conformance.check(cases, conformance.run_triton) == []
+
+else:
+
+    def test_in_the_interpreter():
+        env = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+        command = [sys.executable, "-m", "pytest", "-q", "-x", "-W", "ignore", "-p", "no:cacheprovider", __file__]
+        done = subprocess.run(command, env=env, capture_output=True, text=True, cwd=Path(__file__).parents[2])
+        assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+        assert " passed" in done.stdout
