@@ -24,14 +24,28 @@ Score = Callable[[list[tuple[Example, str]]], list[float]]
 
 
 @dataclass(frozen=True)
+class JudgedPrompt:
+    """One prompt's responses, reduced to what the results need.
+
+    Example: `JudgedPrompt("chain_sum", [1.0, 0.0], [4, 8], [False, True])`
+    """
+
+    source: str
+    scores: list[float]
+    lengths: list[int]  # tokens
+    truncated: list[bool]
+
+
+@dataclass(frozen=True)
 class EvalResult:
     """One source's scores. Rates are fractions, lengths are tokens."""
 
     source: str
     prompts: int
     samples: int
-    pass_at_1: float  # mean score over prompts and samples
+    pass_at_1: float  # share of right responses (score 1), averaged over samples and prompts
     standard_error: float  # of pass_at_1, over prompts (samples of one prompt are not independent)
+    score_mean: float  # with the partial credit that some scorers give
     pass_at_k: dict[int, float]  # k -> probability that one of k samples is right, unbiased
     truncated_frac: float
     length_mean: float
@@ -52,12 +66,14 @@ def evaluate(
     samples: int,
     sampling: Sampling,
     seeds: list[int],
+    gather: Callable[[list[JudgedPrompt]], list[JudgedPrompt]] = list,
 ) -> list[EvalResult]:
     """Draw `samples` responses to every example, score them, and sum up per source.
 
     Args:
         generate: an engine's `generate`.
         seeds: one a response, prompt by prompt (len(examples) * samples).
+        gather: makes the judged prompts of all processes from those of this one, where each has its own examples.
     """
     completions = generate([e.prompt_ids for e in examples], samples, sampling, seeds)
     graded = [
@@ -65,12 +81,17 @@ def evaluate(
         for example, group in zip(examples, completions, strict=True)
         for c in group
     ]
-    scores_PS = torch.tensor(score(graded)).reshape(len(examples), samples)
-    results = []
-    for source in dict.fromkeys(e.source for e in examples):
-        rows = [i for i, e in enumerate(examples) if e.source == source]
-        results.append(_summarize(source, scores_PS[rows], [completions[i] for i in rows]))
-    return results
+    scores_PS = torch.tensor(score(graded)).reshape(len(examples), samples).tolist()
+    judged = gather(
+        [
+            JudgedPrompt(
+                e.source, scores, [len(c.token_ids) for c in group], [c.finish_reason == "length" for c in group]
+            )
+            for e, scores, group in zip(examples, scores_PS, completions, strict=True)
+        ]
+    )
+    sources = dict.fromkeys(prompt.source for prompt in judged)
+    return [_summarize(source, [prompt for prompt in judged if prompt.source == source]) for source in sources]
 
 
 def strip_stop(completion: Completion, stop_token_ids: Sequence[int]) -> list[int]:
@@ -79,22 +100,24 @@ def strip_stop(completion: Completion, stop_token_ids: Sequence[int]) -> list[in
     return ids[:-1] if ids and completion.finish_reason == "stop" and ids[-1] in stop_token_ids else ids
 
 
-def _summarize(source: str, scores_PS: torch.Tensor, completions: list[list[Completion]]) -> EvalResult:
+def _summarize(source: str, judged: list[JudgedPrompt]) -> EvalResult:
+    scores_PS = torch.tensor([prompt.scores for prompt in judged])
     num_prompts, num_samples = scores_PS.shape
-    per_prompt_P = scores_PS.double().mean(dim=1)
+    right_PS = scores_PS >= 1.0
+    per_prompt_P = right_PS.double().mean(dim=1)
     error = float(per_prompt_P.std() / math.sqrt(num_prompts)) if num_prompts > 1 else float("nan")
-    right_P = (scores_PS >= 1.0).sum(dim=1).tolist()
+    right_P = right_PS.sum(dim=1).tolist()
     ks = [k for k in (1, 2, 4, 8, 16, 32, 64) if k <= num_samples]
-    flat = [c for group in completions for c in group]
     return EvalResult(
         source=source,
         prompts=num_prompts,
         samples=num_samples,
         pass_at_1=float(per_prompt_P.mean()),
         standard_error=error,
+        score_mean=float(scores_PS.mean()),
         pass_at_k={k: sum(pass_at_k(num_samples, c, k) for c in right_P) / num_prompts for k in ks},
-        truncated_frac=sum(c.finish_reason == "length" for c in flat) / len(flat),
-        length_mean=sum(len(c.token_ids) for c in flat) / len(flat),
+        truncated_frac=sum(sum(prompt.truncated) for prompt in judged) / scores_PS.numel(),
+        length_mean=sum(sum(prompt.lengths) for prompt in judged) / scores_PS.numel(),
     )
 
 

@@ -38,11 +38,12 @@ def run(scores):
 
 
 def test_scores_per_source_with_standard_error():
-    a, b = run([1, 1, 1, 0, 0, 0, 0, 1])
+    a, b = run([1, 1, 1, 0.5, 0, 0, 0, 1])  # partial credit counts in score_mean alone
     assert (a.source, a.prompts, a.samples, a.pass_at_1) == ("a", 3, 2, 0.5)
     assert a.standard_error == pytest.approx(0.5 / math.sqrt(3))  # prompt means 1, .5, 0: sample std .5
     assert a.pass_at_k == {1: 0.5, 2: pytest.approx(2 / 3)}
     assert a.truncated_frac == 0.5 and a.length_mean == 3.0
+    assert a.score_mean == pytest.approx(3.5 / 6)
     assert b.pass_at_1 == 0.5 and math.isnan(b.standard_error)
     metrics = eval_metrics([a, b])
     assert metrics["eval/pass@1"] == 0.5 and metrics["eval/a/pass@1"] == 0.5
