@@ -43,8 +43,11 @@ class TrainState:
 class Trainable(Protocol):
     """What a checkpoint needs of the learner."""
 
-    model: nn.Module
-    optimizer: torch.optim.Optimizer
+    @property
+    def model(self) -> nn.Module: ...
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer: ...
 
     def counters(self) -> dict[str, int]:
         """Plain numbers that belong to the optimizer state."""

@@ -6,21 +6,23 @@ those of the paper's 25.5B recipe (arXiv 2607.15810, section 4.1) where it gives
 """
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 
 def key(
     default: Any,
     help: str,
     *,
-    choices: tuple[str, ...] | None = None,
     low: float | None = None,
     above: float | None = None,
     high: float | None = None,
     length: int | None = None,
 ) -> Any:
-    """A config key. `low` and `high` are inclusive, `above` is not; in a list they and `choices` bind each element."""
-    limits = {"choices": choices, "low": low, "above": above, "high": high, "length": length}
+    """A config key. `low` and `high` are inclusive, `above` is not; in a list they bind each element.
+
+    A type Literal["a", "b"] names the allowed words; an empty one among them means the default in the help.
+    """
+    limits = {"low": low, "above": above, "high": high, "length": length}
     metadata = {"help": help, **{name: limit for name, limit in limits.items() if limit is not None}}
     if isinstance(default, dict):
         return field(default_factory=lambda: dict(default), metadata=metadata)
@@ -34,51 +36,47 @@ class ModelSettings:
     path: str = key("", "Hugging Face folder (config.json + safetensors) to start from")
     arch: str = key("", "name of a built-in architecture to start from random weights instead")
     tokenizer: str = key("", "folder with tokenizer.json (default: the model folder)")
-    dtype: str = key("bfloat16", "compute dtype; master weights are always float32", choices=("bfloat16", "float32"))
+    dtype: Literal["bfloat16", "float32"] = key("bfloat16", "compute dtype; master weights are always float32")
 
 
 @dataclass(frozen=True)
 class QuantSettings:
     """[quant]: one word, `recipe`, sets both sides; the other keys override it."""
 
-    recipe: str = key("quads", "precision of both sides", choices=("bf16", "fp8", "naive", "qat", "symmetric", "quads"))
-    learner_weights: str = key(
-        "", "weights in the learner's forward (default: the recipe)", choices=("", "bf16", "fp8", "nvfp4")
+    recipe: Literal["bf16", "fp8", "naive", "qat", "symmetric", "quads"] = key("quads", "precision of both sides")
+    learner_weights: Literal["", "bf16", "fp8", "nvfp4"] = key(
+        "", "weights in the learner's forward (default: the recipe)"
     )
-    learner_activations: str = key(
-        "", "activations in the learner's forward (default: the recipe)", choices=("", "bf16", "fp8", "nvfp4")
+    learner_activations: Literal["", "bf16", "fp8", "nvfp4"] = key(
+        "", "activations in the learner's forward (default: the recipe)"
     )
-    rollout: str = key(
-        "",
-        "precision of the rollout (default: the recipe)",
-        choices=("", "bf16", "fp8", "w4a16", "w16a4", "w4a4", "w4a4_residual"),
+    rollout: Literal["", "bf16", "fp8", "w4a16", "w16a4", "w4a4", "w4a4_residual"] = key(
+        "", "precision of the rollout (default: the recipe)"
     )
-    targets: tuple[str, ...] = key(
-        ("experts", "attention"), "layer groups that are quantized", choices=("experts", "attention")
+    targets: tuple[Literal["experts", "attention"], ...] = key(
+        ("experts", "attention"), "layer groups that are quantized"
     )
-    residual_sites: tuple[str, ...] = key(
-        ("w13",), "matrix inputs that get a residual pass", choices=("w13", "w2", "qkv", "o")
+    residual_sites: tuple[Literal["w13", "w2", "qkv", "o"], ...] = key(
+        ("w13",), "matrix inputs that get a residual pass"
     )
     residual_ratio: float = key(0.5, "fraction of channels in the residual pass", low=0.0, high=1.0)
-    residual_selection: str = key(
-        "batch",
-        "how residual channels are chosen: one set per forward, whole 16-channel blocks, or one set per token",
-        choices=("batch", "block", "token"),
+    residual_selection: Literal["batch", "block", "token"] = key(
+        "batch", "how residual channels are chosen: one set per forward, whole 16-channel blocks, or one set per token"
     )
-    global_scale: str = key("pow2", "NVFP4 global scale: power of two, or 2688 / amax", choices=("pow2", "amax"))
-    all_gather: str = key("bf16", "what FSDP gathers for quantized weights", choices=("bf16", "packed"))
+    global_scale: Literal["pow2", "amax"] = key("pow2", "NVFP4 global scale: power of two, or 2688 / amax")
+    all_gather: Literal["bf16", "packed"] = key("bf16", "what FSDP gathers for quantized weights")
 
 
 @dataclass(frozen=True)
 class RolloutSettings:
     """[rollout]: the engine that draws responses."""
 
-    engine: str = key("native", "native (plain PyTorch) or vllm (needs the extra `vllm`)", choices=("native", "vllm"))
+    engine: Literal["native", "vllm"] = key("native", "native (plain PyTorch) or vllm (needs the extra `vllm`)")
     max_batch: int = key(256, "responses decoded at once (KV cache slots)", low=1)
     max_prompt_tokens: int = key(3072, "longest prompt; a longer one is an error", low=1)
     max_new_tokens: int = key(32768, "longest response", low=1)
     temperature: float = key(1.0, "softmax temperature of training rollouts", above=0.0)
-    kernel: str = key("auto", "kernels of the native engine", choices=("auto", "reference", "triton"))
+    kernel: Literal["auto", "reference", "triton"] = key("auto", "kernels of the native engine")
     verify_sync: bool = key(False, "compare a checksum of every tensor after each weight sync")
     cuda_graphs: bool = key(True, "capture decoding in CUDA graphs (GPU only)")
     gpu_memory_gib: float = key(0.0, "KV cache budget of the vllm engine, per GPU; 0: sized for max_batch", low=0.0)
@@ -101,7 +99,7 @@ class TaskSettings:
 class SourceSettings:
     """[sources.NAME]: where rows come from and how a response to one is scored."""
 
-    kind: str = key("", "where rows come from", choices=("reasoning_gym", "jsonl", "datasets"))
+    kind: Literal["", "reasoning_gym", "jsonl", "datasets"] = key("", "where rows come from")
     dataset: str = key(
         "",
         "reasoning_gym: dataset name; datasets: Hugging Face id, local folder, or parquet, json(l), csv or arrow files",
@@ -120,22 +118,16 @@ class SourceSettings:
     id_column: str = key("id", "column with a unique id, used where rows have it")
     answer_pattern: str = key("", "regular expression; its first group, last match, is the answer inside the column")
     answer_tag: str = key("", "score only the text inside the response's last <TAG>...</TAG> (reward task or exact)")
-    code_format: str = key(
-        "pairs",
-        "how tests are stored: {input, output} pairs (or inputs, outputs, fn_name), or LiveCodeBench's columns",
-        choices=("pairs", "livecodebench"),
+    code_format: Literal["pairs", "livecodebench"] = key(
+        "pairs", "how tests are stored: {input, output} pairs (or inputs, outputs, fn_name), or LiveCodeBench's columns"
     )
-    reward: str = key(
-        "task",
-        "scorer: the dataset's own (reasoning_gym), equal text, math-verify, or tests run in a sandbox",
-        choices=("task", "exact", "math", "code"),
+    reward: Literal["task", "exact", "math", "code"] = key(
+        "task", "scorer: the dataset's own (reasoning_gym), equal text, math-verify, or tests run in a sandbox"
     )
     percent_as_unit: bool = key(False, "reward math: 25% also answers 25, as where a question asks for a percentage")
-    code_score: str = key(
-        "all", "reward code: 1 if all tests pass, or the fraction that does", choices=("all", "fraction")
-    )
+    code_score: Literal["all", "fraction"] = key("all", "reward code: 1 if all tests pass, or the fraction that does")
     where: dict[str, Any] = key({}, "keep rows whose column has this value, or one of these values")
-    language: str = key("", "keep prompts written in this language, judged by their script", choices=("", "en", "zh"))
+    language: Literal["", "en", "zh"] = key("", "keep prompts written in this language, judged by their script")
     min_prompt_tokens: int = key(0, "drop shorter prompts", low=0)
     max_prompt_tokens: int = key(0, "drop longer prompts; 0: [rollout] max_prompt_tokens", low=0)
     prompt_template: str = key("", "overrides [task] prompt_template for this source")
@@ -150,10 +142,8 @@ class RewardSettings:
     judge_time_s: float = key(
         5.0, "seconds to judge one answer (math, task); then the process is killed, reward 0", above=0.0
     )
-    sandbox: str = key(
-        "auto",
-        "isolation of generated programs: auto takes the first that works; none runs them with limits only",
-        choices=("auto", "namespaces", "bubblewrap", "landlock", "none"),
+    sandbox: Literal["auto", "namespaces", "bubblewrap", "landlock", "none"] = key(
+        "auto", "isolation of generated programs: auto takes the first that works; none runs them with limits only"
     )
     code_time_s: float = key(6.0, "seconds one test of a program may take", above=0.0)
     code_total_s: float = key(60.0, "seconds all tests of a program may take", above=0.0)
@@ -172,32 +162,27 @@ class RLSettings:
     minibatch_prompts: int = key(128, "prompts in one optimizer step; divides prompts_per_step", low=1)
     epochs: int = key(1, "passes over a step's responses", low=1)
     microbatch_tokens: int = key(35840, "tokens in one forward; holds at least one longest prompt + response", low=1)
-    advantage: str = key(
-        "group_std",
-        "reward minus the group's mean, over the group's standard deviation or not",
-        choices=("group_std", "group_mean"),
+    advantage: Literal["group_std", "group_mean"] = key(
+        "group_std", "reward minus the group's mean, over the group's standard deviation or not"
     )
     clip_low: float = key(0.2, "ratio clip: 1 - clip_low below", low=0.0, high=1.0)
     clip_high: float = key(0.27, "ratio clip: 1 + clip_high above", low=0.0)
     cumulative_ratio_clip: float = key(
         0.0, "mask a response from where the product of its ratios leaves [1/c, c] (paper: 90); 0: off", low=0.0
     )
-    loss_average: str = key(
-        "sample",
-        "mean over each response's tokens and then over responses, or over all tokens",
-        choices=("sample", "token"),
+    loss_average: Literal["sample", "token"] = key(
+        "sample", "mean over each response's tokens and then over responses, or over all tokens"
     )
-    old_logprobs: str = key(
+    old_logprobs: Literal["rollout", "learner"] = key(
         "rollout",
         "denominator of the ratio: the engine's log-probs, or the learner's own with truncated importance sampling",
-        choices=("rollout", "learner"),
     )
     tis_clip: float = key(2.0, "cap of the importance weight (old_logprobs = learner)", above=0.0)
     kl_coef: float = key(
         0.0, "weight of the KL term to the starting model; 0: off, no reference model is kept", low=0.0
     )
-    truncated: str = key(
-        "wrong", "responses cut at max_new_tokens: reward 0, or left out of the loss", choices=("wrong", "mask")
+    truncated: Literal["wrong", "mask"] = key(
+        "wrong", "responses cut at max_new_tokens: reward 0, or left out of the loss"
     )
     routing_replay: bool = key(False, "replay the rollout's expert choices in the learner (R3)")
 
@@ -211,10 +196,8 @@ class OptimSettings:
     eps: float = key(1e-15, "added to the root of the second moment", low=0.0)
     weight_decay: float = key(0.0, "decoupled weight decay of matrices (never norms)", low=0.0)
     warmup_steps: int = key(0, "steps of linear warm-up", low=0)
-    schedule: str = key(
-        "constant",
-        "after the warm-up: constant, or falling to 0 at train.steps",
-        choices=("constant", "linear", "cosine"),
+    schedule: Literal["constant", "linear", "cosine"] = key(
+        "constant", "after the warm-up: constant, or falling to 0 at train.steps"
     )
     max_grad_norm: float = key(1.0, "global gradient norm is clipped to this; 0: off", low=0.0)
 
@@ -226,7 +209,7 @@ class TrainSettings:
     steps: int = key(260, "steps of rollout and update", low=1)
     seed: int = key(0, "seed of every random choice", low=0, high=2**31 - 1)
     out: str = key("", "run folder (default: runs/<name of the config file>)")
-    device: str = key("auto", "auto takes the GPU if there is one", choices=("auto", "cpu", "cuda"))
+    device: Literal["auto", "cpu", "cuda"] = key("auto", "auto takes the GPU if there is one")
 
 
 @dataclass(frozen=True)
@@ -266,7 +249,7 @@ class ParallelSettings:
     ep: int = key(1, "expert parallel size", low=1)
     fsdp: int = key(0, "FSDP shards of the dense weights, a multiple of ep; 0: world size / replicate", low=0)
     replicate: int = key(1, "copies of the sharded model (HSDP)", low=1)
-    activation_checkpointing: str = key(
-        "none", "what is recomputed in the backward", choices=("none", "full", "selective", "moe")
+    activation_checkpointing: Literal["none", "full", "selective", "moe"] = key(
+        "none", "what is recomputed in the backward"
     )
     compile: bool = key(False, "torch.compile each decoder layer of the learner")

@@ -6,7 +6,8 @@ import json
 import math
 import tomllib
 import typing
-from typing import Any, TypeVar
+from dataclasses import dataclass
+from typing import Any, Literal, TypeVar
 
 from quads.errors import UserError
 
@@ -24,26 +25,25 @@ def check_table(cls: type[T], where: str, table: dict[str, Any]) -> T:
 
 def check_value(cls: type, where: str, name: str, value: Any) -> Any:
     """`value` in the key's type (a list as a tuple, an int as a float where one is declared), or a UserError."""
-    declared, limits = _declared(cls, name)
-    if declared is dict:
+    key = _declared(cls, name)
+    if key.shape == "table":
         if not isinstance(value, dict):
             _refuse(cls, where, name, value)
         return dict(value)
-    if typing.get_origin(declared) is tuple:
-        element = typing.get_args(declared)[0]
-        if not isinstance(value, list | tuple) or len(value) != limits.get("length", len(value)):
-            _refuse(cls, where, name, value)
-        if element is str and len(set(value)) != len(value):
-            raise UserError(f"{where} {name} = {_show(value)}: the same word twice")
-        return tuple(_check_scalar(cls, where, name, value, item, element, limits) for item in value)
-    return _check_scalar(cls, where, name, value, value, declared, limits)
+    if key.shape == "word":
+        return _check_word(cls, where, name, value, value, key)
+    if not isinstance(value, list | tuple) or len(value) != key.limits.get("length", len(value)):
+        _refuse(cls, where, name, value)
+    if key.type is str and len(set(value)) != len(value):
+        raise UserError(f"{where} {name} = {_show(value)}: the same word twice")
+    return tuple(_check_word(cls, where, name, value, item, key) for item in value)
 
 
 def is_key(cls: type, name: str) -> bool:
     """Whether `name` is a key of the section, or `table.entry` with a key whose value is a table."""
     head, dot, _ = name.partition(".")
     known = {f.name for f in dataclasses.fields(cls)}
-    return head in known and (not dot or _declared(cls, head)[0] is dict)
+    return head in known and (not dot or _declared(cls, head).shape == "table")
 
 
 def set_text(cls: type, where: str, table: dict[str, Any], name: str, text: str) -> None:
@@ -63,21 +63,19 @@ def set_text(cls: type, where: str, table: dict[str, Any], name: str, text: str)
 
 def _parse(cls: type, where: str, name: str, text: str) -> Any:
     """A word that does not parse as the key's type is a UserError."""
-    declared, _ = _declared(cls, name)
+    key = _declared(cls, name)
     value: Any = text
     try:
-        if declared is dict:
+        if key.shape == "table":
             value = json.loads(text) if text.startswith('{"') else tomllib.loads(f"value = {text}")["value"]
-        elif typing.get_origin(declared) is tuple:
-            if text.strip().startswith("["):
-                value = tomllib.loads(f"value = {text}")["value"]
-            else:
-                element = typing.get_args(declared)[0]
-                value = [element(word.strip()) for word in text.split(",") if word.strip()]
-        elif declared is bool:
+        elif key.shape == "list" and text.strip().startswith("["):
+            value = tomllib.loads(f"value = {text}")["value"]
+        elif key.shape == "list":
+            value = [key.type(word.strip()) for word in text.split(",") if word.strip()]
+        elif key.type is bool:
             value = {"true": True, "false": False}.get(text.lower(), text)
-        elif declared in (int, float):
-            value = declared(text)
+        elif key.type in (int, float):
+            value = key.type(text)
     except ValueError:  # also the base of JSON and TOML decode errors
         _refuse(cls, where, name, text)
     return check_value(cls, where, name, value)
@@ -85,22 +83,19 @@ def _parse(cls: type, where: str, name: str, text: str) -> Any:
 
 def describe_range(cls: type, name: str) -> str:
     """What a key takes, in words: `an integer >= 1`, `one of bf16, fp8`, `a list of numbers > 0`."""
-    declared, limits = _declared(cls, name)
-    if declared is dict:
+    key = _declared(cls, name)
+    if key.shape == "table":
         return "a table"
-    is_list = typing.get_origin(declared) is tuple
-    element = typing.get_args(declared)[0] if is_list else declared
-    if "choices" in limits:
-        words = ", ".join(choice or '""' for choice in limits["choices"])
-        return f"a list of words out of {words}" if is_list else f"one of {words}"
-    word = {bool: "true or false", int: "an integer", float: "a number", str: "a string"}[element]
-    if is_list:
-        length = f"{limits['length']} " if "length" in limits else ""
-        word = f"a list of {length}{word.split()[-1]}s"
-    bounds = [("low", ">="), ("above", ">"), ("high", "<=")]
-    return " and ".join([word, *(f"{sign} {limits[limit]:g}" for limit, sign in bounds if limit in limits)]).replace(
-        f"{word} and ", f"{word} ", 1
-    )
+    if key.choices:
+        words = ", ".join(choice or '""' for choice in key.choices)
+        return f"a list of words out of {words}" if key.shape == "list" else f"one of {words}"
+    kind = {bool: "true or false", int: "an integer", float: "a number", str: "a string"}[key.type]
+    if key.shape == "list":
+        length = f"{key.limits['length']} " if "length" in key.limits else ""
+        kind = f"a list of {length}{kind.split()[-1]}s"
+    signs = {"low": ">=", "above": ">", "high": "<="}
+    bounds = [f"{sign} {key.limits[limit]:g}" for limit, sign in signs.items() if limit in key.limits]
+    return f"{kind} {' and '.join(bounds)}".strip()
 
 
 def nearest(name: str, valid: list[str]) -> str:
@@ -117,29 +112,39 @@ def toml_table(name: str, values: dict[str, Any]) -> str:
     )
 
 
-def _declared(cls: type, name: str) -> tuple[Any, dict[str, Any]]:
-    """-> (type, limits) of a key; a table's type is plain dict."""
+@dataclass(frozen=True)
+class _Key:
+    """A declared key: one word, a list of words, or a table of anything."""
+
+    shape: Literal["word", "list", "table"]
+    type: Any  # of a word: bool, int, float or str
+    choices: tuple[str, ...]  # () where any word will do
+    limits: dict[str, Any]
+
+
+def _declared(cls: type, name: str) -> _Key:
     declared = typing.get_type_hints(cls)[name]
-    limits = next(f.metadata for f in dataclasses.fields(cls) if f.name == name)
-    return (dict if typing.get_origin(declared) is dict else declared), dict(limits)
+    limits = dict(next(f.metadata for f in dataclasses.fields(cls) if f.name == name))
+    if typing.get_origin(declared) is dict:
+        return _Key("table", dict, (), limits)
+    is_list = typing.get_origin(declared) is tuple
+    word = typing.get_args(declared)[0] if is_list else declared
+    choices = typing.get_args(word) if typing.get_origin(word) is Literal else ()
+    return _Key("list" if is_list else "word", str if choices else word, choices, limits)
 
 
-def _check_scalar(
-    cls: type, where: str, name: str, whole: Any, item: Any, declared: type, limits: dict[str, Any]
-) -> Any:
-    if declared is float and isinstance(item, int) and not isinstance(item, bool):
-        item = float(item)
-    good = isinstance(item, declared) and not (declared is not bool and isinstance(item, bool))
-    if good and declared in (int, float):
-        good = (
-            math.isfinite(item)
-            and item >= limits.get("low", -math.inf)
-            and item <= limits.get("high", math.inf)
-            and item > limits.get("above", -math.inf)
-        )
-    if not good or ("choices" in limits and item not in limits["choices"]):
+def _check_word(cls: type, where: str, name: str, whole: Any, word: Any, key: _Key) -> Any:
+    """`whole` is the value that an error shows: the list that `word` is in."""
+    if key.type is float and isinstance(word, int) and not isinstance(word, bool):
+        word = float(word)
+    good = isinstance(word, key.type) and (key.type is bool or not isinstance(word, bool))
+    if good and key.type in (int, float):
+        limits = key.limits
+        good = math.isfinite(word) and limits.get("low", word) <= word <= limits.get("high", word)
+        good = good and limits.get("above", -math.inf) < word
+    if not good or (key.choices and word not in key.choices):
         _refuse(cls, where, name, whole)
-    return item
+    return word
 
 
 def _refuse(cls: type, where: str, name: str, value: Any) -> typing.NoReturn:
