@@ -5,7 +5,7 @@ import sys
 
 from quads.errors import UserError, main_guard
 
-COMMANDS = ("upcycle",)
+COMMANDS = ("recipes", "gap", "ratio", "upcycle")
 
 
 @main_guard

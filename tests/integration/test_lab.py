@@ -1,0 +1,115 @@
+"""The analyses on the tiny model that ships with the repository: identities that must hold whatever the numbers are."""
+
+import argparse
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from quads.lab import gap, ratio
+from quads.lab.policies import evaluate, gap_statistics, learner, rollout
+from quads.lab.subject import Subject, build_subject, subject_parser
+from tests.helpers import REPOSITORY, assert_close, run_command
+
+CONFIG = str(REPOSITORY / "configs" / "tiny_quads.toml")
+MODEL = ["--model.path", str(REPOSITORY / "assets" / "tiny_moe")]
+FLOOR = 2e-5  # nats: float64 rollout against fp32 learner; rounding of fp32 log-probs is about 1e-6
+
+
+def arguments(*extra: str) -> tuple[argparse.Namespace, list[str]]:
+    parser = subject_parser("test", "")
+    return parser.parse_known_args(["--config", CONFIG, "--prompts", "6", "--samples", "2", *MODEL, *extra])
+
+
+@pytest.fixture(scope="module")
+def subject() -> Subject:
+    return build_subject(*arguments())
+
+
+def logprobs(subject: Subject, **changes):
+    return evaluate(rollout(subject, replace(subject.spec, **changes)), subject.sequences, 4096).logprobs
+
+
+@pytest.fixture(scope="module")
+def weight_qdq(subject):
+    return evaluate(learner(subject, "nvfp4", "bf16"), subject.sequences, 4096)
+
+
+def test_plain_sides_agree_to_rounding_and_with_what_was_sampled(subject):
+    plain = evaluate(learner(subject, "bf16", "bf16"), subject.sequences, 4096)
+    assert gap_statistics(plain.logprobs - logprobs(subject, rollout="bf16"))["max"] < FLOOR
+    assert gap_statistics(plain.logprobs - subject.sequences.sampled_logprobs)["max"] < FLOOR
+
+
+def test_how_the_batch_is_cut_does_not_matter(subject):
+    model = learner(subject, "bf16", "bf16")
+    whole, cut = (evaluate(model, subject.sequences, size) for size in (4096, 16))
+    assert_close(whole.logprobs, cut.logprobs, atol=FLOOR)
+    assert (whole.experts == cut.experts).all()
+
+
+def test_weight_qdq_closes_the_w4a16_gap(subject, weight_qdq):
+    shipped = logprobs(subject, rollout="w4a16")
+    plain = evaluate(learner(subject, "bf16", "bf16"), subject.sequences, 4096).logprobs
+    assert gap_statistics(weight_qdq.logprobs - shipped)["max"] < FLOOR
+    assert gap_statistics(plain - shipped)["mean"] > 100 * FLOOR
+
+
+def test_ratio_zero_is_plain_w4a4_and_ratio_one_is_every_channel(subject, weight_qdq):
+    sites = ("w13", "w2", "qkv", "o")
+    plain = logprobs(subject, rollout="w4a4")
+    for selection in ratio.SELECTIONS:
+        changes = dict(rollout="w4a4_residual", residual_sites=sites, selection=selection)
+        assert_close(logprobs(subject, ratio=0.0, **changes), plain, atol=0.0)
+    full = [
+        logprobs(subject, rollout="w4a4_residual", residual_sites=sites, selection=s, ratio=1.0)
+        for s in ratio.SELECTIONS
+    ]
+    assert_close(full[1], full[0], atol=0.0)
+    assert_close(full[2], full[0], atol=0.0)
+    before, after = (gap_statistics(weight_qdq.logprobs - side)["mean"] for side in (plain, full[0]))
+    assert after < before / 4
+
+
+def test_gap_command_writes_tables_that_add_up(tmp_path):
+    import json
+
+    gap.main(
+        ["--config", CONFIG, "--prompts", "4", "--samples", "2", "--out", str(tmp_path), "--drift", "0,0.01", *MODEL]
+    )
+    data = json.loads((tmp_path / "gap.json").read_text())
+    assert data["sides"]["w4a16"]["weight QDQ"]["max"] < FLOOR
+    assert data["factors"]["engine"]["max"] < FLOOR and data["factors"]["total"]["mean"] > 100 * FLOOR
+    assert data["ratios"][0]["mean"] == data["sides"]["w4a4"]["weight QDQ"]["mean"]  # ratio 0
+    still, moved = data["drift"]
+    assert still["bf16/no QDQ"] == data["sides"]["bf16"]["no QDQ"]["mean"] < moved["bf16/no QDQ"]
+    assert data["about"]["seeds"] == [0] and "[quant]" in data["about"]["config"]
+    assert (tmp_path / "gap.png").stat().st_size > 10_000
+
+
+@pytest.mark.slow
+def test_recipes_command_trains_compares_and_does_not_repeat_finished_runs(tmp_path):
+    command = ["-m", "quads.lab", "recipes", "--config", CONFIG, "--recipes", "bf16,naive", "--out", str(tmp_path)]
+    small = ["--train.steps", "2", "--rl.prompts_per_step", "4", "--rl.minibatch_prompts", "4", "--rl.group_size", "4"]
+    small += ["--eval.every", "2", "--eval.prompts", "4", *MODEL]
+    first = run_command([*command, *small], timeout_s=400)
+    assert first.returncode == 0, first.stderr
+    assert "| naive" in first.stdout and (tmp_path / "recipes.png").exists()
+    stamp = (tmp_path / "naive_seed0" / "metrics.jsonl").stat().st_mtime_ns
+    again = run_command([*command, *small], timeout_s=400)
+    assert "2 of them done already" in again.stderr and again.stdout == first.stdout
+    assert (tmp_path / "naive_seed0" / "metrics.jsonl").stat().st_mtime_ns == stamp
+    failed = run_command([*command, *small, "--rollout.max_prompt_tokens", "1"], timeout_s=400)
+    assert (
+        failed.returncode == 2
+        and "Traceback" not in failed.stderr
+        and "bf16_seed0 ended with status 2" in failed.stderr
+    )
+
+
+def test_commands_explain_themselves_and_unknown_ones_are_named():
+    shown = run_command(["-m", "quads.lab"])
+    assert shown.returncode == 0 and "recipes" in shown.stdout and "gap" in shown.stdout
+    wrong = run_command(["-m", "quads.lab", "gaps"])
+    assert wrong.returncode == 2 and "unknown command 'gaps'" in wrong.stderr
+    assert Path(CONFIG).exists()
