@@ -2,9 +2,9 @@
 
     torchrun train.py --config configs/tiny_quads.toml [--section.key value ...] [--dry-run] [--help]
 
-One step: sample prompts -> roll out (policy version v) -> reward -> group advantages -> pack -> learn -> sync the weights
-(quantized once, shipped as bytes, written in place) -> version v + 1. Every phase is one call below; what it does is one
-file away. A run's folder holds config.toml, metrics.jsonl, samples.jsonl, checkpoints/, tb/ and plots/.
+One step: sample prompts -> roll out (policy version v) -> reward -> group advantages -> pack -> learn -> sync the
+weights (quantized once, shipped as bytes, written in place) -> version v + 1. Every phase is one call below; what it
+does is one file away. A run's folder holds config.toml, metrics.jsonl, samples.jsonl, checkpoints/, tb/ and plots/.
 """
 
 import sys
@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from quads.assemble import Parts, build_parts, request_seeds
+from quads.assemble import Parts, build_parts
 from quads.checkpoint import Checkpointer, TrainState
 from quads.config import Config, config_to_toml, load_config
 from quads.distributed import Distributed, init_distributed
@@ -23,7 +23,7 @@ from quads.plot import plot_runs
 from quads.rl.advantage import group_advantages
 from quads.rl.evaluate import eval_metrics, strip_stop
 from quads.rl.learner import merge_updates
-from quads.rl.packing import Sample, pack
+from quads.rl.packing import Sample
 from quads.signals import StopRequest
 from quads.types import Completion, Example
 
@@ -52,7 +52,7 @@ def train(cfg: Config, parts: Parts, world: Distributed) -> None:
     with StopRequest() as stop:
         while state.step < cfg.train.steps and not stop.requested:
             step = state.step + 1
-            metrics, state = train_step(cfg, parts, state, log)
+            metrics, state = train_step(cfg, parts, world, state, log)
             with log.timer("eval"):
                 if cfg.eval.every and (step % cfg.eval.every == 0 or step == cfg.train.steps):
                     metrics |= eval_metrics(parts.evaluate(step))
@@ -66,15 +66,24 @@ def train(cfg: Config, parts: Parts, world: Distributed) -> None:
         plot_runs([out], out / "plots" / "curves.png")
 
 
-def train_step(cfg: Config, parts: Parts, state: TrainState, log: RunLog) -> tuple[dict[str, float], TrainState]:
-    """One step of GRPO: returns its metrics and the state after it."""
+def train_step(
+    cfg: Config, parts: Parts, world: Distributed, state: TrainState, log: RunLog
+) -> tuple[dict[str, float], TrainState]:
+    """One step of GRPO: returns its metrics and the state after it.
+
+    With several processes each rolls out and rewards its share of the prompts, and trains on a balanced share of all
+    responses; suffixes below count this process's prompts until the metrics, which are of all processes.
+    """
     step, rl = state.step + 1, cfg.rl
     with log.timer("rollout"):
-        examples = parts.task.batch(step - 1, rl.prompts_per_step)
-        seeds = request_seeds(cfg.train.seed, f"rollout/{step}", len(examples) * rl.group_size)
+        batch = parts.task.batch(step - 1, rl.prompts_per_step)
+        share = world.share(len(batch))
+        examples = [batch[p] for p in share]
+        seeds = parts.request_seeds(f"rollout/{step}", share, rl.group_size)
         sampling = parts.sampling(cfg.rollout.temperature)
         prompts = [e.prompt_ids for e in examples]
         groups = parts.engine.generate(prompts, rl.group_size, sampling, seeds, routed_experts=rl.routing_replay)
+        world.barrier()
 
     with log.timer("reward"):
         rewards_PG, counted_PG = reward(cfg, parts, examples, groups)
@@ -83,14 +92,14 @@ def train_step(cfg: Config, parts: Parts, state: TrainState, log: RunLog) -> tup
     with log.timer("learn"):
         trained_PG = counted_PG & ~zero_spread_P[:, None]
         minibatches = []
-        for first in range(0, len(examples), rl.minibatch_prompts):
-            rows = range(first, first + rl.minibatch_prompts)
+        for first in range(0, len(batch), rl.minibatch_prompts):
             samples = [
-                Sample(examples[p].prompt_ids, groups[p][g], float(advantages_PG[p, g]), bool(trained_PG[p, g]))
-                for p in rows
+                Sample(examples[i].prompt_ids, groups[i][g], float(advantages_PG[i, g]), bool(trained_PG[i, g]))
+                for i, p in enumerate(share)
+                if first <= p < first + rl.minibatch_prompts
                 for g in range(rl.group_size)
             ]
-            microbatches, denominator = pack(samples, rl.microbatch_tokens, rl.loss_average)
+            microbatches, denominator = parts.pack(samples)
             minibatches.append((parts.learner.add_fixed_logprobs(microbatches), denominator))
         updates = [parts.learner.update(*minibatch) for _ in range(rl.epochs) for minibatch in minibatches]
 
@@ -99,22 +108,24 @@ def train_step(cfg: Config, parts: Parts, state: TrainState, log: RunLog) -> tup
 
     if cfg.log.samples_every and (step == 1 or step % cfg.log.samples_every == 0):
         log.samples(step, parts.tokenizer.decode, examples[: cfg.log.samples], groups, rewards_PG)
-    responses = [c for group in groups for c in group]
-    num_new = sum(len(c.token_ids) for c in responses)
+    lengths_PG = torch.tensor([[float(len(c.token_ids)) for c in group] for group in groups])
+    truncated_PG = torch.tensor([[c.finish_reason == "length" for c in group] for group in groups])
     num_packed = rl.epochs * sum(len(mb.tokens_T) for minibatch, _ in minibatches for mb in minibatch)
+    by_rank = world.gather_objects((rewards_PG, lengths_PG, truncated_PG, zero_spread_P))
+    rewards_PG, lengths_PG, truncated_PG, zero_spread_P = (torch.cat(parts) for parts in zip(*by_rank, strict=True))
     metrics = {
         "reward/mean": float(rewards_PG.mean()),
         "reward/std": float(rewards_PG.std()),
-        "response/length_mean": num_new / len(responses),
-        "response/truncated_frac": sum(c.finish_reason == "length" for c in responses) / len(responses),
+        "response/length_mean": float(lengths_PG.mean()),
+        "response/truncated_frac": float(truncated_PG.float().mean()),
         "group/zero_std_frac": float(zero_spread_P.float().mean()),
-        **merge_updates(updates),
+        **merge_updates(updates, world),
         "policy/version": step,
-        "rollout/tokens_per_s": num_new / log.seconds("rollout"),
-        "learn/tokens_per_s": num_packed / log.seconds("learn"),
+        "rollout/tokens_per_s": float(lengths_PG.sum()) / log.seconds("rollout"),
+        "learn/tokens_per_s": sum(world.gather_objects(num_packed)) / log.seconds("learn"),
     }
     seen = state.tokens_seen + sum(u.tokens for u in updates)
-    return metrics, TrainState(step, step, state.prompts_seen + len(examples), seen)
+    return metrics, TrainState(step, step, state.prompts_seen + len(batch), seen)
 
 
 def reward(cfg: Config, parts: Parts, examples: list[Example], groups: list[list[Completion]]) -> tuple[Tensor, Tensor]:

@@ -4,8 +4,8 @@ Everything that can be wrong with a config is found here, before anything large 
 configs, tokenizer and data first, prints the precision banner and the memory estimate, and only then makes weights.
 """
 
-from copy import deepcopy
-from dataclasses import dataclass
+import os
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -18,9 +18,14 @@ from quads.memory import check_memory, estimate_memory, format_estimate
 from quads.model.config import ARCHITECTURES, ModelConfig, load_config
 from quads.model.hf import load_hf
 from quads.model.model import MoEDecoder
+from quads.model.parallelize import load_hf_sharded, parallelize, write_part
+from quads.quant.learner import convert_learner
 from quads.quant.recipes import QuantSpec, banner, resolve
-from quads.rl.evaluate import EvalResult, evaluate
+from quads.quant.sharded import SHARDED, attach
+from quads.rl.balance import attention_break_even, pack_balanced
+from quads.rl.evaluate import EvalResult, JudgedPrompt, evaluate
 from quads.rl.learner import Learner
+from quads.rl.packing import Microbatch, Sample
 from quads.rl.rewards import RewardPool
 from quads.rl.tasks import Task, build_task
 from quads.rl.tokenizer import Tokenizer
@@ -43,6 +48,11 @@ class Parts:
     learner: Learner
     engine: Engine
     rewards: RewardPool
+    world: Distributed
+
+    def pack(self, samples: list[Sample]) -> tuple[list[Microbatch], float]:
+        """Micro-batches for this process, from the samples of one mini-batch that all processes rolled out."""
+        return pack_balanced(samples, self.cfg.rl, self.world, attention_break_even(self.model_config))
 
     def sync(self, version: int) -> None:
         """Ship the learner's weights to the engine; with rollout.verify_sync compare every tensor afterwards."""
@@ -51,20 +61,23 @@ class Parts:
     def sampling(self, temperature: float) -> Sampling:
         return Sampling(self.cfg.rollout.max_new_tokens, temperature, self.tokenizer.eos_ids)
 
+    def request_seeds(self, purpose: str, prompts: range, samples: int) -> list[int]:
+        """For each of `samples` responses to each of `prompts`, by number: who draws which does not matter."""
+        return [derive_seed(self.cfg.train.seed, purpose, p * samples + j) for p in prompts for j in range(samples)]
+
     def evaluate(self, step: int) -> list[EvalResult]:
-        """Score the held-out prompts with the engine's present weights."""
-        examples = self.task.eval_set(self.cfg.eval.prompts)
-        seeds = request_seeds(self.cfg.train.seed, f"eval/{step}", len(examples) * self.cfg.eval.samples)
+        """Score the held-out prompts with the engine's present weights, each process its share of them."""
+        everything, samples = self.task.eval_set(self.cfg.eval.prompts), self.cfg.eval.samples
+        share = self.world.share(len(everything))
+        examples = [everything[p] for p in share]
+        seeds = self.request_seeds(f"eval/{step}", share, samples)
         sampling = self.sampling(self.cfg.eval.temperature)
-        return evaluate(
-            self.engine.generate,
-            self.rewards.score_batch,
-            self.tokenizer.decode,
-            examples,
-            self.cfg.eval.samples,
-            sampling,
-            seeds,
-        )
+
+        def gather(mine: list[JudgedPrompt]) -> list[JudgedPrompt]:
+            return [prompt for judged in self.world.gather_objects(mine) for prompt in judged]
+
+        generate, score, decode = self.engine.generate, self.rewards.score_batch, self.tokenizer.decode
+        return evaluate(generate, score, decode, examples, samples, sampling, seeds, gather)
 
     def close(self) -> None:
         self.rewards.close()
@@ -89,14 +102,18 @@ def build_parts(cfg: Config, world: Distributed, checkpoint: str = "") -> Parts 
     for line in task.report:
         world.print(line)
     world.print(banner(spec, cfg.rollout.engine, cfg.rollout.kernel, device, dtype))
-    estimate = estimate_memory(model_config, spec, cfg.rollout, cfg.rl, dtype)
+    processes_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    estimate = estimate_memory(
+        model_config, spec, cfg.rollout, cfg.rl, dtype, cfg.parallel, world.size, cfg.quant.all_gather
+    )
     world.print(format_estimate(estimate))
-    check_memory(estimate, device)
+    check_memory(estimate, device, processes_here)
+    check_sample_count(cfg, world)
     if cfg.dry_run:
         return None
 
-    model = build_model(cfg, model_config, device)
-    reference = deepcopy(model) if cfg.rl.kl_coef > 0 else None
+    model = build_learner_model(cfg, model_config, spec, world)
+    reference = build_learner_model(cfg, model_config, spec, world) if cfg.rl.kl_coef > 0 else None
     if checkpoint:
         load_model_weights(Path(checkpoint), model)
     learner = Learner(
@@ -108,10 +125,12 @@ def build_parts(cfg: Config, world: Distributed, checkpoint: str = "") -> Parts 
         cfg.train.steps,
         cfg.rl.epochs * cfg.rl.prompts_per_step // cfg.rl.minibatch_prompts,
         reference,
+        world,
     )
     engine = build_engine(cfg, model_config, spec, dtype, device)
-    rewards = RewardPool(cfg.reward)
-    parts = Parts(cfg, model_config, spec, tokenizer, task, learner, engine, rewards)
+    judges = cfg.reward.workers or max(1, (os.cpu_count() or 1) // processes_here)
+    rewards = RewardPool(replace(cfg.reward, workers=judges))
+    parts = Parts(cfg, model_config, spec, tokenizer, task, learner, engine, rewards, world)
     parts.sync(version=0)
     return parts
 
@@ -134,6 +153,16 @@ def check_vocabulary(tokenizer: Tokenizer, model_config: ModelConfig) -> None:
         )
 
 
+def check_sample_count(cfg: Config, world: Distributed) -> None:
+    """Every process trains on equally many responses of a mini-batch."""
+    count = cfg.rl.minibatch_prompts * cfg.rl.group_size
+    if count % world.size:
+        raise UserError(
+            f"[rl] minibatch_prompts * group_size = {count} responses cannot be split evenly over {world.size} "
+            "processes; change one of the three so that it divides"
+        )
+
+
 def build_model(cfg: Config, model_config: ModelConfig, device: torch.device) -> MoEDecoder:
     """fp32 master weights on the device, from the folder or random from train.seed."""
     with device:
@@ -142,6 +171,26 @@ def build_model(cfg: Config, model_config: ModelConfig, device: torch.device) ->
         load_hf(cfg.model.path, model)
     else:
         model.init_weights(torch.Generator(device).manual_seed(cfg.train.seed))
+    return model
+
+
+def build_learner_model(cfg: Config, model_config: ModelConfig, spec: QuantSpec, world: Distributed) -> MoEDecoder:
+    """The model as the learner trains it. With several processes it holds this one's shards, filled part by part; the
+    values are those of `build_model`."""
+    if world.meshes is None:
+        model = build_model(cfg, model_config, world.device)
+        convert_learner(model, spec)
+        return parallelize(model, None, cfg.parallel.activation_checkpointing, cfg.parallel.compile)
+    with torch.device("meta"):
+        model = MoEDecoder(model_config, DTYPES[cfg.model.dtype])
+    convert_learner(model, spec, SHARDED)
+    parallelize(model, world.meshes, cfg.parallel.activation_checkpointing, cfg.parallel.compile)
+    model.to_empty(device=world.device)
+    if cfg.model.path:
+        load_hf_sharded(cfg.model.path, model)
+    else:
+        model.init_weights(torch.Generator(world.device).manual_seed(cfg.train.seed), write_part)
+    attach(model, cfg.quant.all_gather, spec)
     return model
 
 
@@ -157,9 +206,9 @@ def build_engine(
         from quads.rollout.vllm_engine import VLLMEngine
     except ImportError as error:
         raise UserError(
-            f"[rollout] engine = 'vllm' needs the extra: pip install -e '.[vllm]' ({error}); engine = 'native' needs nothing"
+            f"[rollout] engine = 'vllm' needs the extra: pip install -e '.[vllm]' ({error}); 'native' needs nothing"
         ) from None
-    return VLLMEngine(model_config, spec, cfg.rollout, dtype, device)
+    return VLLMEngine(model_config, spec, cfg.rollout, dtype, device, routed_experts=cfg.rl.routing_replay)
 
 
 def request_seeds(seed: int, purpose: str, count: int) -> list[int]:

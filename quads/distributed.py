@@ -17,6 +17,7 @@ Meshes (all sizes are numbers of processes, replicate * fsdp = world, efsdp = fs
 
 import hashlib
 import os
+import pickle
 import random
 import sys
 import time
@@ -25,7 +26,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Literal
+from typing import Any, Literal, TypeVar
 
 import numpy
 import torch
@@ -37,6 +38,8 @@ from torch.distributed.rendezvous import rendezvous
 
 from quads.config_sections import ParallelSettings, TrainSettings
 from quads.errors import UserError
+
+T = TypeVar("T")
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)  # a rank may wait this long for another that still generates
 REPORT_GRACE_S = 5.0  # a rank that failed after another leaves later, so that torchrun names the right one
@@ -80,6 +83,29 @@ class Distributed:
         if self.size > 1:
             dist.all_reduce(tensor, dist.ReduceOp.SUM if op == "sum" else dist.ReduceOp.MAX)
         return tensor
+
+    def share(self, count: int) -> range:
+        """Which of `count` things are this process's: every size-th one, so that neighbours go to different ranks."""
+        return range(self.rank, count, self.size)
+
+    def gather_objects(self, value: T) -> list[T]:
+        """`value` of every process, by rank, on every process. For small plain data: it travels pickled."""
+        values: list[Any] = [value]
+        if self.size > 1:
+            values *= self.size
+            dist.all_gather_object(values, value)
+        return values
+
+    def exchange_objects(self, outgoing: list[T]) -> list[T]:
+        """`outgoing[r]` goes to rank r; returns what each rank sent here, by rank. Travels pickled, once."""
+        if self.size == 1:
+            return outgoing
+        pickled = [torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8) for value in outgoing]
+        sent = [len(data) for data in pickled]
+        received = [sizes[self.rank] for sizes in self.gather_objects(sent)]
+        arrived = torch.empty(sum(received), dtype=torch.uint8)
+        dist.all_to_all_single(arrived, torch.cat(pickled), received, sent)
+        return [pickle.loads(data.numpy().tobytes()) for data in arrived.split(received)]
 
     def generator(self, *names: object, shared: bool = False) -> torch.Generator:
         """A fresh generator on this device for the part `names`, such as ("eval", step).

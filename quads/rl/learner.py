@@ -4,6 +4,7 @@ After every update the targeted weights are quantized once (`requantize`); the p
 rollout alike. A non-finite loss or gradient skips the update, three in a row stop the run.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -11,12 +12,14 @@ import torch
 from torch import Tensor
 
 from quads.config_sections import OptimSettings, RLSettings
+from quads.distributed import Distributed
 from quads.errors import UserError
 from quads.model.attention import PackedContext
 from quads.model.logprobs import token_logprobs
 from quads.model.model import MoEDecoder
-from quads.quant.learner import convert_learner, requantize
+from quads.quant.learner import convert_learner
 from quads.quant.recipes import QuantSpec
+from quads.quant.sharded import requantize
 from quads.rl.loss import LossConfig, grpo_loss
 from quads.rl.mismatch import mismatch_metrics
 from quads.rl.optimizer import build_adamw, clip_gradients, learning_rate
@@ -28,7 +31,8 @@ LOGITS_CHUNK = 2048  # tokens whose [chunk, vocabulary] fp32 logits exist at onc
 
 @dataclass
 class UpdateStats:
-    """Sums of one optimizer update; `merge_updates` turns several into a step's metrics."""
+    """Sums of one optimizer update over all processes (log-probs: of this process alone); `merge_updates` turns several
+    into a step's metrics."""
 
     loss: float
     grad_norm: float
@@ -51,6 +55,7 @@ class Learner:
         temperature: the rollout's; log-probs are of softmax(logits / temperature).
         steps, updates_per_step: of the whole run, for the schedule.
         reference: a frozen copy of the starting model, only for rl.kl_coef > 0.
+        world: the processes that share the model and split the samples. None: this one alone.
     """
 
     def __init__(
@@ -63,8 +68,10 @@ class Learner:
         steps: int,
         updates_per_step: int,
         reference: MoEDecoder | None = None,
+        world: Distributed | None = None,
     ) -> None:
         self.model = model
+        self.world = world
         self.reference = reference
         for part in (model, reference):
             if part is not None:
@@ -109,43 +116,49 @@ class Learner:
         """One optimizer update on one mini-batch.
 
         Args:
-            microbatches: from `pack`, on the device, with the fixed log-probs the loss needs.
-            denominator: of the whole mini-batch, from `pack`.
+            microbatches: from `pack`, on the device, with the fixed log-probs the loss needs; equally many on every
+                process, each with responses of its own.
+            denominator: of the whole mini-batch, over all processes. 0 if nothing of it is trained on.
 
         Raises:
             UserError: when the third update in a row had a non-finite loss or gradient.
         """
         self.optimizer.zero_grad(set_to_none=True)
-        total_loss = 0.0
-        sums = {"tokens": 0, "clipped": 0}
-        entropy_sum, learner, rollout, finite = 0.0, [], [], []
+        denominator = max(denominator, 1.0)
+        loss_sum, tokens, clipped, entropy_sum, entropy_tokens = 0.0, 0.0, 0.0, 0.0, 0.0
+        learner, rollout, finite = [], [], []
         for batch in microbatches:
             logprobs_N, entropy_N = self.forward_logprobs(self.model, batch)
             loss, batch_sums = grpo_loss(logprobs_N, batch, self.loss_config, denominator)
             loss.backward()
-            total_loss += float(loss.detach())
-            for name in sums:
-                sums[name] += int(batch_sums[name])
+            loss_sum += float(loss.detach())
+            tokens += float(batch_sums["tokens"])
+            clipped += float(batch_sums["clipped"])
             entropy_sum += float(entropy_N.detach().sum())
+            entropy_tokens += len(entropy_N)
             learner.append(logprobs_N.detach())
             rollout.append(batch.rollout_logprobs_N)
             finite.append(batch.finite_N)
+        sums = torch.tensor([loss_sum, tokens, clipped, entropy_sum, entropy_tokens], dtype=torch.float64)
+        if self.world is not None:
+            sums = self.world.all_reduce(sums.to(self.world.device))
+        loss_sum, tokens, clipped, entropy_sum, entropy_tokens = sums.tolist()
         norm = float(clip_gradients(self.model.parameters(), self.optim.max_grad_norm))
         lr = learning_rate(self.updates, self.optim.lr, self.warmup_updates, self.total_updates, self.optim.schedule)
-        skipped = not (torch.isfinite(torch.tensor([total_loss, norm])).all())
+        skipped = not (math.isfinite(loss_sum) and math.isfinite(norm))
         self._apply(lr, skipped)
         return UpdateStats(
-            total_loss,
-            norm,
-            lr,
-            skipped,
-            sums["tokens"],
-            sums["clipped"],
-            entropy_sum,
-            sum(len(x) for x in learner),
-            torch.cat(learner),
-            torch.cat(rollout),
-            torch.cat(finite),
+            loss=loss_sum,
+            grad_norm=norm,
+            lr=lr,
+            skipped=skipped,
+            tokens=int(tokens),
+            clipped=int(clipped),
+            entropy_sum=entropy_sum,
+            entropy_tokens=int(entropy_tokens),
+            learner_logprobs_N=torch.cat(learner),
+            rollout_logprobs_N=torch.cat(rollout),
+            finite_N=torch.cat(finite),
         )
 
     def _apply(self, lr: float, skipped: bool) -> None:
@@ -178,12 +191,14 @@ class Learner:
         requantize(self.model)
 
 
-def merge_updates(updates: Sequence[UpdateStats]) -> dict[str, float]:
+def merge_updates(updates: Sequence[UpdateStats], world: Distributed | None = None) -> dict[str, float]:
     """Metrics of a step from its updates. The log-prob gap is that of the first update alone: later ones see weights
     that the rollout never had."""
     first = updates[0]
     tokens = max(sum(u.tokens for u in updates), 1)
-    metrics = mismatch_metrics(first.learner_logprobs_N, first.rollout_logprobs_N, first.finite_N)
+    logprobs = (first.learner_logprobs_N.cpu(), first.rollout_logprobs_N.cpu(), first.finite_N.cpu())
+    by_rank = [logprobs] if world is None else world.gather_objects(logprobs)
+    metrics = mismatch_metrics(*(torch.cat(parts) for parts in zip(*by_rank, strict=True)))
     metrics["policy/ratio_clip_frac"] = sum(u.clipped for u in updates) / tokens
     metrics["policy/entropy"] = sum(u.entropy_sum for u in updates) / max(sum(u.entropy_tokens for u in updates), 1)
     metrics["train/loss"] = sum(u.loss for u in updates) / len(updates)

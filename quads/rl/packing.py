@@ -56,11 +56,12 @@ class Microbatch:
         return replace(self, **{k: v.to(device) for k, v in moved.items() if isinstance(v, Tensor)})
 
 
-def split_by_tokens(lengths: Sequence[int], budget: int) -> list[list[int]]:
+def split_by_tokens(lengths: Sequence[int], budget: int, at_least: int = 1) -> list[list[int]]:
     """Indices of sequences, in order, grouped so that each group holds at most `budget` tokens (or one sequence).
 
     Sequences are never cut. Neighbouring lengths are put together (sorted, longest first) because attention
-    on a CPU pads within a group; the sum of gradients does not depend on the grouping.
+    on a CPU pads within a group; the sum of gradients does not depend on the grouping. `at_least` groups are made, by
+    halving the fullest ones, if there are as many sequences.
     """
     order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
     groups: list[list[int]] = []
@@ -71,11 +72,15 @@ def split_by_tokens(lengths: Sequence[int], budget: int) -> list[list[int]]:
             used = 0
         groups[-1].append(i)
         used += lengths[i]
+    while len(groups) < min(at_least, len(lengths)):
+        fullest = max(range(len(groups)), key=lambda g: len(groups[g]))
+        group = groups[fullest]
+        groups[fullest : fullest + 1] = [group[: len(group) // 2], group[len(group) // 2 :]]
     return groups
 
 
 def pack(
-    samples: Sequence[Sample], microbatch_tokens: int, loss_average: Literal["sample", "token"]
+    samples: Sequence[Sample], microbatch_tokens: int, loss_average: Literal["sample", "token"], at_least: int = 1
 ) -> tuple[list[Microbatch], float]:
     """Micro-batches of one optimizer step, and the denominator of its loss.
 
@@ -84,13 +89,14 @@ def pack(
     the sample average: a group without spread dilutes the step, it does not amplify the others.
 
     Returns:
-        micro-batches of at most `microbatch_tokens` tokens (a longer sequence stands alone), and the denominator.
+        micro-batches (`at_least` so many) of at most `microbatch_tokens` tokens (a longer sequence stands alone), and
+        the denominator: 0 if there is nothing to train on.
     """
-    groups = split_by_tokens([s.num_tokens for s in samples], microbatch_tokens)
+    groups = split_by_tokens([s.num_tokens for s in samples], microbatch_tokens, at_least)
     microbatches = [_pack_group([samples[i] for i in group], loss_average) for group in groups]
     if loss_average == "sample":
-        return microbatches, float(max(len(samples), 1))
-    return microbatches, max(sum(float(mb.weights_N.sum()) for mb in microbatches), 1.0)
+        return microbatches, float(len(samples))
+    return microbatches, sum(float(mb.weights_N.sum()) for mb in microbatches)
 
 
 def _pack_group(samples: Sequence[Sample], loss_average: Literal["sample", "token"]) -> Microbatch:

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from quads.errors import UserError
-from quads.quant.learner import quantized_weights
 from quads.quant.recipes import QuantSpec
+from quads.quant.sharded import quantized_weights
 from quads.quant.tensor import QuantizedTensor
 from quads.rollout.engine import Engine
 
@@ -41,7 +41,8 @@ def checksum(tensor: Tensor) -> int:
 
 
 def sync(learner_model: nn.Module, engine: Engine, spec: QuantSpec, version: int, verify: bool = False) -> None:
-    """Ship all weights of the learner to the engine, as policy `version`.
+    """Ship all weights of the learner to the engine, as policy `version`. Collective: every process fills its own
+    engine, and one whole tensor at a time is gathered.
 
     Raises:
         UserError: a tensor is missing, unknown, misshaped or there twice; with `verify`, one differs afterwards

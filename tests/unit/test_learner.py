@@ -113,6 +113,17 @@ def test_nonfinite_updates_are_skipped_and_the_third_stops():
         assert torch.equal(p, weights[name]), name
 
 
+def test_a_batch_without_trained_tokens_changes_nothing():
+    learner = make_learner(optim=OptimSettings(lr=1e-2, weight_decay=0.0))
+    before = {name: p.detach().clone() for name, p in learner.model.named_parameters()}
+    untrained = [Sample(s.prompt_ids, s.completion, s.advantage, trained=False) for s in make_samples()]
+    microbatches, denominator = pack(untrained, 10_000, "token")
+    stats = learner.update(learner.add_fixed_logprobs(microbatches), denominator)
+    assert (denominator, stats.loss, stats.grad_norm, stats.tokens, stats.skipped) == (0.0, 0.0, 0.0, 0, False)
+    for name, p in learner.model.named_parameters():
+        assert torch.equal(p, before[name]), name
+
+
 def test_kl_pulls_back_to_the_reference():
     learner = make_learner(rl=RLSettings(kl_coef=1.0, old_logprobs="learner"), reference=True)
     microbatches, denominator = pack([Sample(s.prompt_ids, s.completion, 0.0) for s in make_samples()], 10_000, "token")

@@ -1,5 +1,3 @@
-import math
-
 import torch
 
 from quads.rl.packing import Sample, pack, split_by_tokens
@@ -56,6 +54,6 @@ def test_routes_cover_every_token():
     assert mb.routed_experts_TLA is None
 
 
-def test_denominator_of_nothing_is_finite():
+def test_denominator_of_nothing_is_zero():
     _, denominator = pack([sample([1], [2], trained=False)], 100, "token")
-    assert denominator == 1.0 and math.isfinite(denominator)
+    assert denominator == 0.0  # parts of several processes add up; the learner takes at least 1
