@@ -1,5 +1,6 @@
 """Tests marked for hardware that is missing are skipped with the reason; every test starts from the same seed."""
 
+import importlib.util
 import random
 
 import numpy
@@ -22,12 +23,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         missing["sm100"] = "needs a Blackwell GPU (compute capability 10.x)"
     if not config.getoption("--slow"):
         missing["slow"] = "takes minutes; run with --slow"
+    if importlib.util.find_spec("vllm") is None:
+        missing["vllm"] = "needs the extra `vllm`"
     for item in items:
         for name, reason in missing.items():
             if name in item.keywords:
                 item.add_marker(pytest.mark.skip(reason=reason))
-        if "vllm" in item.keywords:
-            pytest.importorskip("vllm", reason="needs the extra `vllm`")
 
 
 @pytest.fixture(autouse=True)

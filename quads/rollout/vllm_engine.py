@@ -1,0 +1,268 @@
+"""The vLLM engine: `vllm.LLM` in the trainer's own process, one engine a rank, weights written in place after every
+step.
+
+Nothing goes through a server, a checkpoint or a second process: `update_weights` hands the tensors of the sync to the
+loaders of the live model. vLLM computes with its stock model classes; the quantization method `quads`
+(vllm_plugin.py) puts this project's 4-bit layers into them.
+
+Log-probs are those of the distribution that was sampled from (`processed_logprobs`: temperature applied, no
+truncation). Every request has its own seed, so a response depends on its prompt, its seed and the weights; other than
+in the native engine, the numbers may move in the last bits with the composition of a batch, because vLLM's kernels
+do.
+
+The trainer's process group, if there is one, must exist before the engine. Making and closing engines is collective
+over its ranks, generating is not.
+"""
+
+# pyright: reportMissingImports=false
+# vLLM is an extra.
+
+import os
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quads.config_sections import RolloutSettings
+from quads.distributed import in_process_group
+from quads.errors import UserError
+from quads.model.config import ModelConfig
+from quads.quant.recipes import QuantSpec
+from quads.rollout.vllm_folder import write_model_folder
+from quads.rollout.vllm_inspect import checksums, forget_waiting, track_plain_parameters
+from quads.rollout.vllm_lifecycle import close, guest, untouched_rng
+from quads.rollout.vllm_options import PluginOptions
+from quads.rollout.vllm_plugin import register
+from quads.types import Completion, Sampling
+
+GIB = 1 << 30
+
+
+class VLLMEngine:
+    """An engine as `quads.rollout.engine` describes it. Weights are undefined until the first `update_weights`."""
+
+    def __init__(
+        self,
+        model_config: ModelConfig,
+        spec: QuantSpec,
+        rollout: RolloutSettings,
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        routed_experts: bool = False,
+        llm_options: dict[str, Any] | None = None,
+    ) -> None:
+        """
+        Args:
+            spec: `spec.rollout` is the precision; fp8 is refused (vLLM's own online fp8 is another method). rollout:
+            max_batch sequences at once, up to max_prompt_tokens + max_new_tokens long. dtype: of activations, KV
+            cache and everything that is not 4-bit. routed_experts: make `generate(..., routed_experts=True)` possible
+            (GPU only; costs a copy a layer and step). llm_options: further arguments of `vllm.LLM`, e.g.
+            {"block_size": 32}; they win over what is chosen here.
+
+        Raises:
+            UserError: for a model or precision that this engine cannot serve.
+        """
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine core must live in this process
+        self.policy_version = -1
+        self._complete = False  # a whole set of weights has arrived
+        self._config = model_config
+        self._keep_group = in_process_group()  # of the trainer; vLLM makes its own where there is none
+        self._folder = tempfile.TemporaryDirectory(prefix="quads-vllm-")
+        self._asleep = False
+        self._returns_routing = routed_experts
+        if routed_experts and device.type == "cpu":
+            raise UserError(
+                "vLLM returns routed experts only on a GPU; set rl.routing_replay = false or rollout.engine = 'native'"
+            )
+        options = PluginOptions.of(spec)
+        self._max_tokens = rollout.max_prompt_tokens + rollout.max_new_tokens
+        arguments: dict[str, Any] = {
+            "model": str(write_model_folder(Path(self._folder.name), model_config)),
+            "hf_overrides": {"quantization_config": options.to_dict()},
+            "quantization": "quads",
+            "load_format": "dummy",
+            "skip_tokenizer_init": True,
+            "dtype": dtype,
+            "logprobs_mode": "processed_logprobs",
+            "max_model_len": self._max_tokens,
+            "max_num_seqs": rollout.max_batch,
+            "kv_cache_memory_bytes": kv_cache_bytes(model_config, rollout, dtype),
+            "disable_log_stats": True,
+            "enforce_eager": device.type == "cpu" or not rollout.cuda_graphs,
+            "enable_sleep_mode": device.type == "cuda",
+            "enable_return_routed_experts": self._returns_routing,
+        }
+        if self._keep_group:
+            arguments["distributed_executor_backend"] = "external_launcher"  # this process is rank RANK of the group
+        with guest():
+            register()
+            if device.type == "cpu":
+                check_cpu_attention(model_config.head_dim)
+            refuse_second_engine()
+            from vllm import LLM
+
+            self._llm = LLM(**arguments | (llm_options or {}))
+        self._quant = self._on_model(lambda model: model.quant_config)
+        self._on_model(lambda model: track_plain_parameters(model, self._quant.ledger))
+
+    def _on_model(self, function: Any) -> Any:
+        """`function(the nn.Module that vLLM runs)`; in process, so nothing is pickled."""
+        return self._llm.apply_model(function)[0]
+
+    def banner(self) -> str:
+        """The precision and kernel of each kind of layer."""
+        return self._quant.banner()
+
+    @torch.no_grad()
+    def generate(
+        self,
+        prompts: list[list[int]],
+        n: int,
+        sampling: Sampling,
+        seeds: list[int],
+        routed_experts: bool = False,
+    ) -> list[list[Completion]]:
+        """`n` completions of each prompt, as in the protocol. seeds: one for each of len(prompts) * n requests."""
+        self._check(prompts, n, seeds, sampling, routed_experts)
+        if not prompts:
+            return []
+        from vllm import SamplingParams
+
+        requests = [{"prompt_token_ids": prompt} for prompt in prompts for _ in range(n)]
+        params = [
+            SamplingParams(
+                temperature=sampling.temperature,
+                max_tokens=sampling.max_new_tokens,
+                stop_token_ids=list(sampling.stop_token_ids),
+                ignore_eos=True,  # stops are the caller's, not those of config.json
+                seed=seed,
+                logprobs=0,  # of the sampled token only
+                detokenize=False,
+            )
+            for seed in seeds
+        ]
+        with untouched_rng():
+            outputs = self._llm.generate(requests, params, use_tqdm=False)
+        completions = [self._completion(output.outputs[0], sampling.temperature == 0) for output in outputs]
+        return [completions[i : i + n] for i in range(0, len(completions), n)]
+
+    def _check(
+        self, prompts: list[list[int]], n: int, seeds: list[int], sampling: Sampling, routed_experts: bool
+    ) -> None:
+        if not self._complete:
+            raise RuntimeError("generate() before a complete update_weights()")
+        if self._asleep:
+            raise RuntimeError("generate() while the engine sleeps; call wake() first")
+        if n < 1 or len(seeds) != len(prompts) * n:
+            raise ValueError(f"{len(prompts)} prompts x {n} responses need as many seeds, got {len(seeds)}")
+        if sampling.max_new_tokens < 1 or not sampling.temperature >= 0.0:
+            raise UserError(f"cannot sample with {sampling}; max_new_tokens must be >= 1 and temperature >= 0")
+        longest = max((len(prompt) for prompt in prompts), default=0)
+        if longest + sampling.max_new_tokens > self._max_tokens:
+            raise UserError(
+                f"a prompt of {longest} tokens and {sampling.max_new_tokens} new ones exceed the {self._max_tokens} "
+                "tokens of a sequence; raise rollout.max_prompt_tokens or rollout.max_new_tokens"
+            )
+        vocabulary = self._config.vocab_size
+        for i, prompt in enumerate(prompts):
+            if not prompt or not (0 <= min(prompt) and max(prompt) < vocabulary):
+                raise UserError(
+                    f"prompt {i} is empty or has a token id outside the vocabulary of {vocabulary}; check the tokenizer"
+                )
+        if routed_experts and not self._returns_routing:
+            raise UserError("this engine was made without routed_experts = True")
+
+    def _completion(self, output: Any, greedy: bool) -> Completion:
+        ids = list(output.token_ids)
+        if greedy:
+            logprobs = [0.0] * len(ids)  # the distribution that temperature 0 draws from is certain
+        else:
+            logprobs = [step[token].logprob for step, token in zip(output.logprobs, ids, strict=True)]
+        routing = None if output.routed_experts is None else torch.from_numpy(output.routed_experts).to(torch.int16)
+        return Completion(ids, logprobs, output.finish_reason, self.policy_version, routing)
+
+    @torch.no_grad()
+    def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """Overwrite all weights in place, drop cached prefixes, then take the new version.
+
+        weights: (Hugging Face name, tensor or packed tensor), each parameter of the model once. With more than one
+        rank the iterable may hold collectives: every rank consumes all of it.
+
+        Raises:
+            UserError: a tensor is missing, unknown, misshaped or there twice. Generating is then refused until a whole
+                set has arrived.
+        """
+        ledger = self._quant.ledger
+        self._complete = False
+        ledger.begin()
+        self._on_model(forget_waiting)
+        try:
+            self._on_model(lambda model: model.load_weights(ledger.watch(weights)))
+        except (ValueError, AssertionError, AttributeError) as error:  # vLLM's own complaints about names and shapes
+            reason = str(error).partition(" The available parameters")[0]
+            raise UserError(f"weight sync: vLLM does not take {ledger.latest}: {reason}") from error
+        ledger.finish(skipped=["lm_head.weight"] if self._config.tie_embeddings else [])
+        if not self._llm.reset_prefix_cache():
+            raise RuntimeError("vLLM kept its prefix cache: a request is still running during a weight update")
+        self._complete = True
+        self.policy_version = version
+
+    def checksums(self) -> dict[str, int]:
+        """Name -> checksum of each tensor as it lies in the engine, in checkpoint layout."""
+        return self._on_model(checksums)
+
+    def sleep(self) -> None:
+        """Give the GPU memory of weights and KV cache back to the trainer. Weights come back undefined: sync after
+        `wake`.
+        """
+        if self._llm.llm_engine.vllm_config.model_config.enable_sleep_mode and not self._asleep:
+            self._llm.sleep(level=2)
+            self._asleep = True
+
+    def wake(self) -> None:
+        """Take the memory again."""
+        if self._asleep:
+            self._llm.wake_up()
+            self._asleep = False
+
+    def close(self) -> None:
+        """Shut vLLM down and free its memory; the trainer's process groups live on. Collective over the ranks."""
+        if self._llm is not None:
+            close(self._llm, self._keep_group)
+            self._llm = self._quant = None
+            self._complete = False
+            self._folder.cleanup()
+
+
+def kv_cache_bytes(config: ModelConfig, rollout: RolloutSettings, dtype: torch.dtype) -> int:
+    """Bytes of KV cache: rollout.gpu_memory_gib, or room for max_batch sequences of full length."""
+    if rollout.gpu_memory_gib > 0:
+        return int(rollout.gpu_memory_gib * GIB)
+    token = 2 * config.num_layers * config.num_kv_heads * config.head_dim * dtype.itemsize
+    longest = rollout.max_prompt_tokens + rollout.max_new_tokens
+    block = 128  # the largest block size vLLM chooses by itself; each sequence may leave one unfinished
+    return token * (rollout.max_batch * (-(-longest // block) + 1) + 1) * block
+
+
+def refuse_second_engine() -> None:
+    """vLLM's process groups are global to a process: closing one of two engines would break the other."""
+    from vllm.distributed.parallel_state import model_parallel_is_initialized
+
+    if model_parallel_is_initialized():
+        raise RuntimeError("another vLLM engine lives in this process; close() it before making the next")
+
+
+def check_cpu_attention(head_dim: int) -> None:
+    """vLLM's attention on a CPU is compiled for some head sizes; a missing one would fail in the first forward."""
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+    sizes = CPUAttentionBackend.get_supported_head_sizes()
+    if head_dim not in sizes:
+        raise UserError(
+            f"vLLM has no CPU attention for head_dim = {head_dim}; it has {', '.join(map(str, sizes))}. "
+            "Use rollout.engine = 'native', or a GPU"
+        )

@@ -1,0 +1,94 @@
+"""Opening and closing vLLM inside a process that belongs to someone else: the trainer.
+
+`vllm.LLM` assumes that the process is its own. It reseeds the global random generators, draws from them while
+sampling (also when every request has a seed), freezes the garbage collector's view of the heap, replaces
+`torch.set_num_threads`, overwrites LOCAL_WORLD_SIZE, and destroys the default process group on shutdown. `guest`
+gives all of that back; `close` shuts an engine down and leaves the trainer's process groups alive.
+
+vLLM's own groups must be made over the trainer's default group, so that group has to exist before the engine does.
+"""
+
+# pyright: reportMissingImports=false
+# vLLM is an extra.
+
+import gc
+import os
+import random
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+
+KEPT_VARIABLES = ("LOCAL_WORLD_SIZE", "LD_PRELOAD", "TORCHINDUCTOR_COMPILE_THREADS")
+
+
+@contextmanager
+def untouched_rng() -> Iterator[None]:
+    """Puts the process-wide random states (python, numpy, torch, the current GPU) back to what they were."""
+    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    cuda_state = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
+    try:
+        yield
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+        torch.set_rng_state(states[2])
+        if cuda_state is not None:
+            torch.cuda.set_rng_state(cuda_state)
+
+
+@contextmanager
+def guest() -> Iterator[None]:
+    """Around the construction of an engine: gives back what vLLM changes for the whole process."""
+    variables = {name: os.environ.get(name) for name in KEPT_VARIABLES}
+    functions = torch.set_num_threads, sys.excepthook
+    try:
+        with untouched_rng():
+            yield
+    finally:
+        gc.unfreeze()  # the trainer's objects must stay collectable
+        torch.set_num_threads, sys.excepthook = functions
+        for name, value in variables.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+def close(llm: Any, keep_default_group: bool) -> None:
+    """Shut the engine behind a `vllm.LLM` down and free its memory.
+
+    keep_default_group: the default process group was the trainer's before the engine came: only vLLM's groups are
+    destroyed. Groups are shared by all ranks, so all ranks close together.
+    """
+    import vllm.v1.engine.core as core
+
+    client = llm.llm_engine.engine_core
+    if finalizer := getattr(client, "_finalizer", None):  # newer versions shut down again when the client is collected
+        finalizer.detach()
+    cleanup = core.cleanup_dist_env_and_memory
+    if keep_default_group:
+        core.cleanup_dist_env_and_memory = _forget_own_groups
+    try:
+        client.engine_core.shutdown()
+    finally:
+        core.cleanup_dist_env_and_memory = cleanup
+    gc.collect()
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
+
+
+def _forget_own_groups(*_: Any, **__: Any) -> None:
+    """`cleanup_dist_env_and_memory` without its last step, which would destroy the default group."""
+    from vllm.distributed import parallel_state
+
+    gc.unfreeze()
+    parallel_state.destroy_model_parallel()
+    world = parallel_state._WORLD
+    if world is not None:
+        world.destroy()
+    parallel_state._WORLD = None
+    parallel_state._NODE_COUNT = None

@@ -1,0 +1,109 @@
+"""vLLM with the quantization method `quads` computes what the project's own model computes, at every precision."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from quads.errors import UserError
+from quads.rollout.sync import sync
+from quads.types import Sampling
+from tests.vllm_models import (
+    CONFIG,
+    CPU,
+    LOGPROB_TOLERANCE,
+    SETTINGS,
+    make_learner,
+    make_native,
+    make_prompts,
+    make_vllm,
+    spec_of,
+    worst_gap,
+)
+
+pytestmark = pytest.mark.vllm
+
+PRECISIONS = ["bf16", "w4a16", "w16a4", "w4a4", "w4a4_residual"]
+
+
+@pytest.fixture(scope="module", params=PRECISIONS)
+def pair(request: pytest.FixtureRequest) -> Any:
+    """(precision, vLLM engine, native engine) with the same weights. Residual channels are chosen per token here, so
+    that a log-prob does not depend on what else is in the batch."""
+    spec = spec_of(request.param, selection="token", residual_sites=("w13", "w2", "qkv", "o"))
+    learner = make_learner()
+    engine = make_vllm(spec)
+    sync(learner, engine, spec, version=5, verify=True)  # all bytes equal to the learner's
+    yield request.param, engine, make_native(learner, spec)
+    engine.close()
+
+
+@pytest.mark.parametrize("temperature", [0.7, 1.5])
+def test_logprobs_are_those_of_our_model(pair: Any, temperature: float) -> None:
+    _, engine, native = pair
+    prompts = make_prompts(5)
+    groups = engine.generate(prompts, 2, Sampling(9, temperature), list(range(10)))
+    assert [len(group) for group in groups] == [2] * 5
+    assert {(c.finish_reason, c.policy_version, len(c.token_ids)) for g in groups for c in g} == {("length", 5, 9)}
+    assert worst_gap(native.model, prompts, groups, temperature) < LOGPROB_TOLERANCE
+    assert worst_gap(native.model, prompts, groups, 1.0) > 1e-2  # the temperature is in the log-probs
+
+
+def test_seeds_decide(pair: Any) -> None:
+    """Two requests with one seed agree, also in another batch; two seeds differ."""
+    _, engine, _ = pair
+    prompts = make_prompts(3)
+    together = engine.generate(prompts, 2, Sampling(8), [7, 7, 8, 9, 10, 11])
+    alone = engine.generate(prompts[:1], 1, Sampling(8), [7])
+    assert together[0][0].token_ids == together[0][1].token_ids == alone[0][0].token_ids
+    assert together[1][0].token_ids != together[1][1].token_ids
+
+
+def test_greedy_takes_the_same_tokens_as_the_native_engine(pair: Any) -> None:
+    _, engine, native = pair
+    prompts = make_prompts(4)
+    sampling = Sampling(6, temperature=0.0)
+    ours, reference = (e.generate(prompts, 1, sampling, [0, 1, 2, 3]) for e in (engine, native))
+    assert [g[0].token_ids for g in ours] == [g[0].token_ids for g in reference]
+    assert ours[0][0].logprobs == reference[0][0].logprobs == [0.0] * 6
+
+
+def test_stop_tokens_end_a_response_and_belong_to_it(pair: Any) -> None:
+    _, engine, _ = pair
+    prompts = make_prompts(1)
+    free = engine.generate(prompts, 1, Sampling(8), [3])[0][0]
+    stop = free.token_ids[3]
+    stopped = engine.generate(prompts, 1, Sampling(8, stop_token_ids=(stop,)), [3])[0][0]
+    assert stopped.finish_reason == "stop"
+    assert stopped.token_ids == free.token_ids[: free.token_ids.index(stop) + 1]
+
+
+def test_precisions_differ(pair: Any) -> None:
+    """The comparison above would not notice an engine that quantizes nothing."""
+    precision, engine, _ = pair
+    prompts = make_prompts(3)
+    groups = engine.generate(prompts, 1, Sampling(8), [1, 2, 3])
+    gap = worst_gap(make_native(make_learner(), spec_of("bf16")).model, prompts, groups, 1.0)
+    assert gap < LOGPROB_TOLERANCE if precision == "bf16" else gap > 1e-2
+
+
+def test_bad_requests_are_refused(pair: Any) -> None:
+    _, engine, _ = pair
+    with pytest.raises(UserError, match="exceed the 192"):
+        engine.generate([[5] * 180], 1, Sampling(16), [0])
+    with pytest.raises(UserError, match="outside the vocabulary"):
+        engine.generate([[5, 500]], 1, Sampling(4), [0])
+    with pytest.raises(UserError, match="routed_experts"):
+        engine.generate([[5]], 1, Sampling(4), [0], routed_experts=True)
+
+
+def test_what_vllm_cannot_serve_is_refused() -> None:
+    from quads.rollout.vllm_engine import VLLMEngine
+
+    with pytest.raises(UserError, match="no fp8"):
+        VLLMEngine(CONFIG, spec_of("fp8"), SETTINGS, torch.float32, CPU)
+    with pytest.raises(UserError, match="qk_norm"):
+        VLLMEngine(replace(CONFIG, qk_norm=False), spec_of("bf16"), SETTINGS, torch.float32, CPU)
+    with pytest.raises(UserError, match="head_dim = 16"):
+        VLLMEngine(replace(CONFIG, head_dim=16), spec_of("bf16"), SETTINGS, torch.float32, CPU)

@@ -1,0 +1,82 @@
+"""A small model that vLLM's CPU attention can run, its learner, and engines that hold its weights."""
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quads.config_sections import RolloutSettings
+from quads.model.attention import PackedContext
+from quads.model.config import ARCHITECTURES
+from quads.model.logprobs import token_logprobs
+from quads.model.model import MoEDecoder
+from quads.quant.learner import convert_learner, requantize
+from quads.quant.recipes import QuantSpec
+from quads.rollout.native import NativeEngine
+from quads.rollout.sync import sync
+from quads.types import Completion
+
+CONFIG = replace(ARCHITECTURES["tiny"], vocab_size=500, head_dim=32, num_experts=6)
+SETTINGS = RolloutSettings(max_batch=16, max_prompt_tokens=176, max_new_tokens=16)
+CPU = torch.device("cpu")
+# |log-prob| differences: fp32 arithmetic in another order, over two layers; measured 1e-6.
+LOGPROB_TOLERANCE = 1e-5
+
+
+def spec_of(precision: str, **changes: Any) -> QuantSpec:
+    """A bf16 learner with this rollout."""
+    return replace(QuantSpec("bf16", "bf16", "bf16"), rollout=precision, **changes)
+
+
+def make_learner(seed: int = 3, spec: QuantSpec | None = None) -> MoEDecoder:
+    model = MoEDecoder(CONFIG)
+    model.init_weights(torch.Generator().manual_seed(seed))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.mul_(4.0)  # sharp distributions and routing
+        for layer in model.model.layers:  # ranges that differ inside a sharing group
+            layer.self_attn.k_proj.weight.mul_(3.0)
+            layer.self_attn.v_proj.weight.mul_(0.3)
+    if spec is not None:
+        convert_learner(model, spec)
+        requantize(model)
+    return model
+
+
+def make_vllm(spec: QuantSpec, **options: Any) -> Any:
+    """A VLLMEngine without weights. Imported late: vLLM is an extra."""
+    from quads.rollout.vllm_engine import VLLMEngine
+
+    return VLLMEngine(CONFIG, spec, SETTINGS, torch.float32, CPU, llm_options={"block_size": 32, **options})
+
+
+def make_native(learner: MoEDecoder, spec: QuantSpec) -> NativeEngine:
+    engine = NativeEngine(CONFIG, spec, SETTINGS, torch.float32, report=lambda line: None)
+    sync(learner, engine, spec, version=1)
+    return engine
+
+
+def make_prompts(count: int, longest: int = 12) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randint(4, 500, (3 + 2 * i % longest,), generator=generator).tolist() for i in range(count)]
+
+
+@torch.no_grad()
+def logprobs_of(model: MoEDecoder, prompt: list[int], response: list[int], temperature: float) -> Tensor:
+    """Log-probs of a response under the project's own model, one sequence in one forward."""
+    tokens = torch.tensor(prompt + response)
+    hidden = model(tokens, PackedContext.build([len(tokens)]))
+    rows = hidden[len(prompt) - 1 : -1].float()
+    assert model.lm_head is not None
+    return token_logprobs(rows, model.lm_head.weight.float(), torch.tensor(response), temperature)[0]
+
+
+def worst_gap(model: MoEDecoder, prompts: list[list[int]], groups: list[list[Completion]], temperature: float) -> float:
+    """The largest |log-prob of the engine - log-prob of the model|."""
+    return max(
+        float((logprobs_of(model, prompt, c.token_ids, temperature) - torch.tensor(c.logprobs)).abs().max())
+        for prompt, group in zip(prompts, groups, strict=True)
+        for c in group
+    )
