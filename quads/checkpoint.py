@@ -76,7 +76,8 @@ class Checkpointer:
         state = load_checkpoint(path, learner)
         _print(f"resuming from {path}")
         for change in config_changes((path / "config.toml").read_text(encoding="utf-8"), self.config_text):
-            _print(f"  under a changed config: {change}")
+            if not change.startswith(("train.out:", "checkpoint.", "log.")):  # where to write, not what to compute
+                _print(f"  under a changed config: {change}")
         if _rank() == 0 and path.parent.resolve() == self.folder.resolve():
             for step, later in _complete(self.folder):
                 if step > state.step:

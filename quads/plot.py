@@ -91,7 +91,7 @@ def draw(curves: dict[str, Curves]) -> Figure:
     for ax, (key, title) in zip(figure.subplots(rows, columns, squeeze=False).flat, panels, strict=True):
         for name, c in curves.items():
             _draw_curve(ax, c, key, colours[name])
-        if key.startswith("mismatch/") and any((c.points(key)[1] > 0).any() for c in curves.values()):
+        if key.startswith("mismatch/") and _spans_a_decade([c.points(key)[1] for c in curves.values()]):
             ax.set_yscale("log", nonpositive="mask")
         _finish(ax, title)
     handles = [Line2D([], [], color=colours[name], lw=2.5, label=_label(name, c)) for name, c in curves.items()]
@@ -133,6 +133,12 @@ def _finish(ax: Axes, title: str) -> None:
     ax.grid(alpha=0.25, lw=0.6)
     ax.spines[["top", "right"]].set_visible(False)
     ax.tick_params(labelsize=9, colors="#333333")
+
+
+def _spans_a_decade(values: Sequence[NDArray]) -> bool:
+    """Positive values that differ tenfold: what a logarithmic axis is for, and what gives it ticks."""
+    positive = numpy.concatenate([v[v > 0].ravel() for v in values])
+    return len(positive) > 0 and bool(positive.max() > 10 * positive.min())
 
 
 def _running_mean(values: NDArray, width: int) -> NDArray:

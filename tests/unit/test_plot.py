@@ -57,10 +57,15 @@ def test_a_recipe_has_its_own_colour_and_every_run_another() -> None:
     assert len(set(colours.values())) == len(names)
 
 
-def test_gap_is_logarithmic_unless_it_is_zero_everywhere() -> None:
+def test_gap_is_logarithmic_where_it_spans_a_decade() -> None:
     exact = [{**row, "mismatch/logprob_abs_max": 0.0, "mismatch/logprob_abs_mean": 0.0} for row in ROWS]
-    assert [ax.get_yscale() for ax in draw({"quads": Curves([ROWS])}).axes] == ["linear", "log", "log"]
-    assert [ax.get_yscale() for ax in draw({"bf16": Curves([exact])}).axes] == ["linear", "linear", "linear"]
+    wider = [{**row, "mismatch/logprob_abs_max": 0.9} for row in ROWS]  # the others reach 1e-3 to 5e-3
+
+    def scales(*runs: list[dict]) -> list[str]:
+        return [ax.get_yscale() for ax in draw({str(i): Curves([rows]) for i, rows in enumerate(runs)}).axes]
+
+    assert scales(ROWS) == scales(exact) == ["linear", "linear", "linear"]
+    assert scales(ROWS, wider, exact) == ["linear", "linear", "log"]
 
 
 @pytest.mark.parametrize("num_runs", [1, 6, 12])
