@@ -200,6 +200,9 @@ class OptimSettings:
         "constant", "after the warm-up: constant, or falling to 0 at train.steps"
     )
     max_grad_norm: float = key(1.0, "global gradient norm is clipped to this; 0: off", low=0.0)
+    moments: Literal["float32", "cpu", "8bit"] = key(
+        "float32", "Adam's moments: float32, float32 in CPU memory, or block-quantized to 8 bits (torchao)"
+    )
 
 
 @dataclass(frozen=True)

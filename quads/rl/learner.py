@@ -1,7 +1,8 @@
 """The learner: fp32 master weights, forwards through quantized weights, one GRPO update a mini-batch.
 
-After every update the targeted weights are quantized once (`requantize`); the packed bytes serve the next forward and the
-rollout alike. A non-finite loss or gradient skips the update, three in a row stop the run.
+After every update the targeted weights are quantized once (`requantize`); the packed bytes serve the next forward and
+the rollout alike. A non-finite loss or gradient skips the update, three in a row stop the run. With several processes
+each computes the loss of its own responses over the global denominator, and gradients add up.
 """
 
 import math
@@ -22,7 +23,7 @@ from quads.quant.recipes import QuantSpec
 from quads.quant.sharded import requantize
 from quads.rl.loss import LossConfig, grpo_loss
 from quads.rl.mismatch import mismatch_metrics
-from quads.rl.optimizer import build_adamw, clip_gradients, learning_rate
+from quads.rl.optimizer import build_adamw, clip_gradients, learning_rate, set_learning_rate
 from quads.rl.packing import Microbatch
 
 MAX_SKIPPED_IN_A_ROW = 3
@@ -51,7 +52,8 @@ class Learner:
     """Owns the model's master weights, the optimizer and the update count.
 
     Args:
-        model: fp32 parameters on their device, `model.dtype` for activations. Converted in place to `spec`'s learner side.
+        model: fp32 parameters on their device, `model.dtype` for activations. Converted in place to `spec`'s learner
+            side, unless it was before.
         temperature: the rollout's; log-probs are of softmax(logits / temperature).
         steps, updates_per_step: of the whole run, for the schedule.
         reference: a frozen copy of the starting model, only for rl.kl_coef > 0.
@@ -84,7 +86,7 @@ class Learner:
             rl.clip_low, rl.clip_high, rl.cumulative_ratio_clip, rl.old_logprobs, rl.tis_clip, rl.kl_coef
         )
         betas = (optim.betas[0], optim.betas[1])
-        self.optimizer = build_adamw(model, optim.lr, betas, optim.eps, optim.weight_decay)
+        self.optimizer = build_adamw(model, optim.lr, betas, optim.eps, optim.weight_decay, optim.moments)
         self.updates = 0
         self.skipped = 0
         self.skipped_in_a_row = 0
@@ -104,7 +106,7 @@ class Learner:
 
     @torch.no_grad()
     def add_fixed_logprobs(self, microbatches: Sequence[Microbatch]) -> list[Microbatch]:
-        """Log-probs that stay fixed through a step's updates: the learner's own (old) and the reference's, where used."""
+        """Log-probs that stay fixed through a step's updates: the learner's own and the reference's, where used."""
         moved = [mb.to(self.device) for mb in microbatches]
         if self.loss_config.old_logprobs == "learner":
             moved = [replace(mb, old_logprobs_N=self.forward_logprobs(self.model, mb)[0]) for mb in moved]
@@ -165,8 +167,7 @@ class Learner:
         """The optimizer step and the quantization that must follow it, or the count of a skipped one."""
         self.updates += 1
         if not skipped:
-            for group in self.optimizer.param_groups:
-                group["lr"] = lr
+            set_learning_rate(self.optimizer, lr)
             self.optimizer.step()
             requantize(self.model)
             self.skipped_in_a_row = 0
@@ -176,8 +177,8 @@ class Learner:
         self.skipped_in_a_row += 1
         if self.skipped_in_a_row >= MAX_SKIPPED_IN_A_ROW:
             raise UserError(
-                f"loss or gradient was not finite in {MAX_SKIPPED_IN_A_ROW} updates in a row; the last checkpoint is kept. "
-                "Lower optim.lr, or resume from an earlier checkpoint with --checkpoint.resume PATH"
+                f"loss or gradient was not finite in {MAX_SKIPPED_IN_A_ROW} updates in a row; the last checkpoint is "
+                "kept. Lower optim.lr, or resume from an earlier checkpoint with --checkpoint.resume PATH"
             )
 
     def counters(self) -> dict[str, int]:

@@ -8,15 +8,40 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
+from quads.rl.streamed_adamw import StreamedAdamW
+
 
 def build_adamw(
-    model: nn.Module, lr: float, betas: tuple[float, float], eps: float, weight_decay: float
-) -> torch.optim.AdamW:
-    """AdamW with decoupled decay on matrices only: norms and other vectors are not pulled towards zero."""
+    model: nn.Module,
+    lr: float,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+    moments: Literal["float32", "cpu", "8bit"] = "float32",
+) -> torch.optim.Optimizer:
+    """AdamW with decoupled decay on matrices only: norms and other vectors are not pulled towards zero.
+
+    moments: "float32" beside the weights; "cpu" in CPU memory (see streamed_adamw.py); "8bit" block-quantized
+    (torchao; arXiv 2110.02861), whose update is compiled at the first step.
+    """
     matrices = [p for p in model.parameters() if p.requires_grad and p.dim() >= 2]
     vectors = [p for p in model.parameters() if p.requires_grad and p.dim() < 2]
     groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    if moments == "cpu":
+        return StreamedAdamW(groups, lr, betas, eps)
+    if moments == "8bit":
+        from torchao.optim import AdamW8bit  # slow to import, and only wanted here
+
+        return AdamW8bit(groups, lr=lr, betas=betas, eps=eps)
     return torch.optim.AdamW(groups, lr=lr, betas=betas, eps=eps)
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
+    for group in optimizer.param_groups:
+        if isinstance(group["lr"], Tensor):
+            group["lr"].fill_(lr)  # torchao compiles its update with the rate as an input
+        else:
+            group["lr"] = lr
 
 
 def learning_rate(
