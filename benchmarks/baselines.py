@@ -67,7 +67,9 @@ def fp8_gemm_kernel(
     out_row = slot if MODE == "gather" else target
     keep = (out_row < n_rows) | (MODE == "gather")
     tl.store(
-        out_ptr + out_row.to(tl.int64)[None, :] * N + n[:, None], acc.to(tl.bfloat16), mask=keep[None, :] & (n < N)[:, None]
+        out_ptr + out_row.to(tl.int64)[None, :] * N + n[:, None],
+        acc.to(tl.bfloat16),
+        mask=keep[None, :] & (n < N)[:, None],
     )
 
 
@@ -100,7 +102,7 @@ def fp8_rows(x: Tensor, slots: Tensor | None = None, end: int = 0) -> tuple[Tens
     return out, scale
 
 
-FP8_CONFIGS = [(bn, bk, stages, warps) for bn in (64, 128) for bk in (128, 256) for stages, warps in ((3, 4), (4, 4))]
+FP8_CONFIGS = [(bn, bk, stages, warps) for bn in (64, 128) for bk in (128, 256) for stages, warps in ((3, 4),)]
 
 
 def fp8_gemm(x, xs, w, ws, out, mode, bm, blocks, n_rows, routing, top_k, config) -> None:
@@ -177,7 +179,9 @@ def scaled_grouped_moe(x, w13, w2, ids, gates) -> Tensor:
         q[rows], w13[0].transpose(1, 2), s[rows], w13[1], offs=ends, out_dtype=torch.bfloat16, use_fast_accum=True
     )
     q, s = fp8_rows(gate_up, torch.zeros(gate_up.shape[0], dtype=torch.int32, device=x.device), 1)
-    y = torch._scaled_grouped_mm(q, w2[0].transpose(1, 2), s, w2[1], offs=ends, out_dtype=torch.bfloat16, use_fast_accum=True)
+    y = torch._scaled_grouped_mm(
+        q, w2[0].transpose(1, 2), s, w2[1], offs=ends, out_dtype=torch.bfloat16, use_fast_accum=True
+    )
     back = torch.empty_like(y)
     back[order] = y
     return combine(back, ids, gates, w13[0].shape[0])

@@ -45,12 +45,18 @@ def quantizers(copy: float) -> None:
         for selection, reads in (("token", 1), ("batch", 2), ("block", 2)):
             how = Compensation(0.5, selection)
             jobs.append(
-                (f"+ residual, {selection}, codes", 2.0 * reads + 1.125, lambda i, h=how: quantize_activations(sets[i], k, h, codes=True))
+                (
+                    f"+ residual, {selection}, codes",
+                    2.0 * reads + 1.125,
+                    lambda i, h=how: quantize_activations(sets[i], k, h, codes=True),
+                )
             )
         for name, per_element, call in jobs:
             us = graph_us([lambda i=i, c=call: c(i) for i in range(4)])
             gbps = rows * k * per_element / us / 1000
-            print(f"  {rows:6d} x {k}  {name:28s} {us:8.1f} us  {gbps:6.0f} GB/s  {100 * gbps / copy:4.0f} %", flush=True)
+            print(
+                f"  {rows:6d} x {k}  {name:28s} {us:8.1f} us  {gbps:6.0f} GB/s  {100 * gbps / copy:4.0f} %", flush=True
+            )
 
 
 def experts_hit(ids: list[torch.Tensor]) -> float:
@@ -82,7 +88,11 @@ def experts(read: float) -> None:
     ]
     fp8 = [tuple(baselines.fp8_weight(w) for w in pair) for pair in full]
     print("\nexpert layer, us (whole layer)")
-    print(f"{'tokens':>7s} {'hit':>6s} {'floor w4':>9s} {'bf16':>8s} {'fp8':>8s} {'fp8 torch':>9s} " + " ".join(f"{v:>10s}" for v in VARIANTS) + "   fp8/each")
+    print(
+        f"{'tokens':>7s} {'hit':>6s} {'floor w4':>9s} {'bf16':>8s} {'fp8':>8s} {'fp8 torch':>9s} "
+        + " ".join(f"{v:>10s}" for v in VARIANTS)
+        + "   fp8/each"
+    )
     for tokens in TOKENS:
         repeats = 8 if tokens <= 256 else 4
         x = [torch.randn(tokens, HIDDEN, device="cuda", dtype=torch.bfloat16) for _ in range(repeats)]
@@ -98,18 +108,29 @@ def experts(read: float) -> None:
             {"torch fp8": [lambda i=i: baselines.scaled_grouped_moe(x[i], *fp8[i % 2], ids[i], gates[i]) for i in span]}
         )
         per_expert = tokens * TOP_K / EXPERTS
-        bms = (16,) if per_expert <= 2 else (16, 32) if per_expert <= 6 else (16, 32, 64) if per_expert <= 24 else (64, 128)
+        bms = (
+            (16,)
+            if per_expert <= 2
+            else (16, 32)
+            if per_expert <= 6
+            else (16, 32, 64)
+            if per_expert <= 24
+            else (64, 128)
+        )
         found = {}
         for bm in bms:
             for config in baselines.FP8_CONFIGS:
                 found[bm, config] = [
-                    lambda i=i, bm=bm, c=config: baselines.fp8_moe(x[i], *fp8[i % 2], ids[i], gates[i], bm, (c, c)) for i in span
+                    lambda i=i, bm=bm, c=config: baselines.fp8_moe(x[i], *fp8[i % 2], ids[i], gates[i], bm, (c, c))
+                    for i in span
                 ]
         native, which = best(found)
         row = []
         for precision, selection in VARIANTS.values():
             calls = [
-                lambda i=i, p=precision, s=selection: kernels.moe(x[i], *w4[i % 2], ids[i], gates[i], p, ("w13",), 0.5, s)
+                lambda i=i, p=precision, s=selection: kernels.moe(
+                    x[i], *w4[i % 2], ids[i], gates[i], p, ("w13",), 0.5, s
+                )
                 for i in span
             ]
             row.append(graph_us(calls))
@@ -138,7 +159,9 @@ def attention(read: float) -> None:
 
             def scaled(w):
                 q, s = baselines.fp8_rows(x)
-                return torch._scaled_mm(q, w[0].t(), s.unsqueeze(1), w[1].unsqueeze(0), out_dtype=torch.bfloat16, use_fast_accum=True)
+                return torch._scaled_mm(
+                    q, w[0].t(), s.unsqueeze(1), w[1].unsqueeze(0), out_dtype=torch.bfloat16, use_fast_accum=True
+                )
 
             native, _ = best({"scaled_mm": [lambda w=w: scaled(w) for w in fp8]})
             row = [
@@ -146,8 +169,10 @@ def attention(read: float) -> None:
                 for p, s in VARIANTS.values()
             ]
             print(
-                f"  {tokens:6d} {floor:7.1f} {bf16:8.1f} {native:8.1f}   " + " ".join(f"{us:8.1f}" for us in row)
-                + "   fp8/each " + " ".join(f"{native / us:.2f}" for us in row),
+                f"  {tokens:6d} {floor:7.1f} {bf16:8.1f} {native:8.1f}   "
+                + " ".join(f"{us:8.1f}" for us in row)
+                + "   fp8/each "
+                + " ".join(f"{native / us:.2f}" for us in row),
                 flush=True,
             )
 

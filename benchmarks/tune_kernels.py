@@ -1,6 +1,8 @@
 """Find the launch configurations of the 4-bit GEMM on this GPU and write quads/quant/tuned/NAME.json.
 
-    python -m benchmarks.tune_kernels OUT.json
+    python -m benchmarks.tune_kernels OUT.json [moe] [dense]
+
+Classes that are not asked for are taken over from OUT.json, if it exists.
 
 Times one layer of 128 experts (hidden 2048, width 768, top-8) and the attention projections (2048 -> 5120, 4096 ->
 2048). Candidates are compiled by all CPU cores first.
@@ -12,6 +14,7 @@ import os
 import sys
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
+from pathlib import Path
 
 import torch
 
@@ -31,11 +34,13 @@ NUMBERS = ("n_rows", "N", "NB", "KB", "stride_x", "stride_out")
 CLASS_ENDS = {1: 0.5, 16: 2, 64: 6, 256: 24, 1024: 96, 4096: None}  # tokens per expert
 
 
-def candidates(bm: int, residual: bool) -> list[Tile]:
+def candidates(bm: int, residual: bool, routed: bool) -> list[Tile]:
     columns = 2 * bm if residual else bm
     out = []
     for (bn, warps), kstep, stages in itertools.product(((32, 1), (64, 2), (64, 4), (128, 4)), (1, 2), (2, 3, 4)):
         small = warps < 4
+        if routed and (bn == 32 or (bn == 64 and warps == 4)):  # never within 10 % of the best
+            continue
         if columns > 32 and (small or kstep == 2):
             continue
         if columns <= 8 and (kstep == 1 or (bn == 64 and warps == 4)):
@@ -89,9 +94,7 @@ def measure(layer: str, tokens: int, bm: int, tile: Tile, residual: bool, weight
     blocks = max_blocks(tokens * TOP_K, EXPERTS, bm) if routed else -(-tokens // bm)
     rows = blocks * bm if layer == "w2" else tokens
     count = 2 * rows if residual else rows
-    operand = Operand(
-        torch.randn(count, k, device="cuda").bfloat16(), torch.rand(count, device="cuda"), None, residual
-    )
+    operand = Operand(torch.randn(count, k, device="cuda").bfloat16(), torch.rand(count, device="cuda"), None, residual)
     args = arguments(layer, tokens, bm, tile, residual)
     out = torch.empty(max(blocks * bm, tokens * TOP_K), args["stride_out"], dtype=torch.bfloat16, device="cuda")
     grid = (blocks * args["NB"] * (128 // tile.bn),)
@@ -113,13 +116,15 @@ def weight(shape: tuple[int, ...], swiglu: bool = False) -> kernels.KernelWeight
 
 
 def main() -> None:
+    asked = sys.argv[2:] or ["moe", "dense"]
+    tables = [each for each in (("moe", ROUTED, ("w13", "w2")), ("dense", DENSE, ("qkv", "o"))) if each[0] in asked]
     jobs = []
-    for table, layers in ((ROUTED, ("w13", "w2")), (DENSE, ("qkv", "o"))):
+    for name, table, layers in tables:
         for tokens, bms in table.items():
             for bm, residual, layer in itertools.product(bms, (False, True), layers):
-                if residual and bm > 64:
+                if residual and (bm > 64 or layer == "w2"):  # w2 is compensated only on request: plain tiles serve
                     continue
-                jobs += [(layer, tokens, bm, tile, residual) for tile in candidates(bm, residual)]
+                jobs += [(layer, tokens, bm, tile, residual) for tile in candidates(bm, residual, name == "moe")]
     distinct = {signature(arguments(*job)): job for job in jobs}
     print(len(jobs), "configurations,", len(distinct), "kernels", flush=True)
     with ProcessPoolExecutor(os.cpu_count(), mp_context=get_context("spawn")) as pool:
@@ -143,17 +148,18 @@ def main() -> None:
         except Exception as error:
             print("skipped:", job, type(error).__name__, str(error)[:100], flush=True)
 
-    classes: dict[str, list] = {}
+    target = Path(sys.argv[1])
+    classes: dict[str, list] = json.loads(target.read_text())["classes"] if target.exists() else {}
+    classes = {name: rows for name, rows in classes.items() if name.removesuffix("_residual") not in asked}
     for residual in (False, True):
         suffix = "_residual" if residual else ""
-        for name, table, pair in (("moe", ROUTED, ("w13", "w2")), ("dense", DENSE, ("qkv", "o"))):
+        for name, table, pair in tables:
             rows = classes.setdefault(name + suffix, [])
             for tokens, bms in table.items():
                 options = []
                 for bm in bms:
                     found = {job: us for job, us in times.items() if job[1] == tokens and job[2] == bm}
                     if name == "moe":
-                        # w2 is compensated only on request: its tile comes from the plain time
                         first = {job[3]: us for job, us in found.items() if job[0] == "w13" and job[4] == residual}
                         second = {job[3]: us for job, us in found.items() if job[0] == "w2" and not job[4]}
                         if first and second:
@@ -175,7 +181,15 @@ def main() -> None:
                     row[layer] = list(tile)
                 rows.append(row)
                 for other in sorted(options):
-                    print(name + suffix, tokens, "bm", other[1], [tuple(t) for t in other[2]], f"{other[0]:.1f} us", end=" ")
+                    print(
+                        name + suffix,
+                        tokens,
+                        "bm",
+                        other[1],
+                        [tuple(t) for t in other[2]],
+                        f"{other[0]:.1f} us",
+                        end=" ",
+                    )
                     if name == "moe":
                         print(f"= {min(other[3].values()):.1f} + {min(other[4].values()):.1f}", end="")
                     print()
@@ -186,10 +200,9 @@ def main() -> None:
         "tile": ["bn", "kstep", "stages", "warps"],
         "classes": classes,
     }
-    with open(sys.argv[1], "w") as file:
-        json.dump(content, file, indent=1)
-    with open(sys.argv[1] + ".all", "w") as file:
-        json.dump([[*job[:3], *job[3], job[4], us] for job, us in times.items()], file)
+    target.write_text(json.dumps(content, indent=1))
+    every = [[*job[:3], *job[3], job[4], us] for job, us in times.items()]
+    target.with_suffix(".all").write_text(json.dumps(every))
 
 
 if __name__ == "__main__":

@@ -173,15 +173,19 @@ def w4_gemm_kernel(
 
     column = tl.arange(0, MB)
     slot = block * BM + column % BM
+    # Padding slots load nothing (cp.async fills zeros): all reading one row would queue at one place of the L2 cache.
     if MODE == "gather":
         target = tl.load(rows_ptr + slot)
-        x_row = tl.where(target < n_rows, target // TOP_K, 0)
+        there = target < n_rows
+        x_row = target // TOP_K
         half_rows = n_rows // TOP_K
     elif MODE == "scatter":
+        there = tl.load(rows_ptr + slot) < n_rows
         x_row = slot
         half_rows = (tl.num_programs(0) // tiles_n) * BM
     else:
-        x_row = tl.minimum(slot, n_rows - 1)
+        there = slot < n_rows
+        x_row = slot
         half_rows = n_rows
     if RESIDUAL:
         x_row += (column // BM) * half_rows
@@ -198,10 +202,10 @@ def w4_gemm_kernel(
     for _ in range(0, KB, KSTEP):
         words = tl.load(w_ptrs)
         scale_bytes = tl.load(s_ptrs)
-        x0 = tl.load(x_ptrs)
-        x1 = tl.load(x_ptrs + 32)
-        x2 = tl.load(x_ptrs + 64)
-        x3 = tl.load(x_ptrs + 96)
+        x0 = tl.load(x_ptrs, mask=there[None, :], other=0.0)
+        x1 = tl.load(x_ptrs + 32, mask=there[None, :], other=0.0)
+        x2 = tl.load(x_ptrs + 64, mask=there[None, :], other=0.0)
+        x3 = tl.load(x_ptrs + 96, mask=there[None, :], other=0.0)
         if ASM:
             w0, w1, w2, w3 = _decode_asm(words, scale_bytes, BN, KSTEP)
         else:
@@ -220,7 +224,7 @@ def w4_gemm_kernel(
 
     acc *= tl.load(g_ptr + expert) * 256.0
     if SCALED:
-        acc *= tl.load(x_scale_ptr + x_row)[None, :]
+        acc *= tl.load(x_scale_ptr + x_row, mask=there, other=0.0)[None, :]
     if RESIDUAL:
         sign = tl.where(column // BM == 0, 1.0, -1.0)
         acc = tl.sum(tl.reshape(acc * sign[None, :], (BN, 2, BM)), axis=1)

@@ -130,9 +130,11 @@ class Compensation(NamedTuple):
     selection: str
 
 
-def row_warps(rows: int, kp: int) -> int:
-    """Warps of a row's program: more for latency with few rows, fewer for throughput with many."""
-    return min(max(kp // (512 if rows < 1024 else 1024), 1), 8)
+def row_warps(rows: int, kp: int, by_token: bool = False) -> int:
+    """Warps of a row's program: more for latency with few rows, fewer for throughput with many. Choosing channels row
+    by row counts again and again, which one warp does without barriers."""
+    columns = 512 if rows < 1024 else 2048 if by_token else 1024
+    return min(max(kp // columns, 1), 8)
 
 
 def budget(k: int, compensation: Compensation) -> int:
@@ -200,7 +202,7 @@ def quantize_activations(
         INDEX_BITS=kp.bit_length() - 1,
         HAS_SLOTS=slots is not None,
         ASM=compiled(),
-        num_warps=row_warps(rows, kp),
+        num_warps=row_warps(rows, kp, mode == "token"),
         enable_fp_fusion=False,
     )
     return Operand(data, scale, block_scale, compensation is not None), mask

@@ -1,6 +1,6 @@
 """Channel selection over a batch: scores summed without atomics, in a fixed order, then the mask; no host sync.
 
-Three small launches (two for few rows): partial scores of row groups, their sum, and the channels whose rank is below
+Three small launches: partial scores of row groups, their sum, and the channels whose rank is below
 the budget. Scores are float64: the squares of fp32 residuals are exact in it.
 
 Legend: T rows, K channels, KP = power of two >= K, P partial sums, a unit is one channel or one block of 16.
@@ -46,41 +46,34 @@ def scores_kernel(
 
 
 @triton.jit
-def reduce_kernel(partial_ptr, out_ptr, P, KP, BK: tl.constexpr):
-    """[P, KP] float64 partial scores -> [KP], rows added in order."""
-    column = tl.program_id(0) * BK + tl.arange(0, BK)
-    total = tl.zeros((BK,), dtype=tl.float64)
-    for p in range(P):
-        total += tl.load(partial_ptr + p * KP + column)
-    tl.store(out_ptr + column, total)
+def reduce_kernel(partial_ptr, out_ptr, P, KP, BP: tl.constexpr, BU: tl.constexpr, GROUP: tl.constexpr):
+    """[P, KP] float64 partial scores -> one score a unit [KP / GROUP], always in the same order."""
+    unit = tl.program_id(0) * BU + tl.arange(0, BU)
+    column = tl.program_id(0) * BU * GROUP + tl.arange(0, BU * GROUP)
+    total = tl.zeros((BU * GROUP,), dtype=tl.float64)
+    for first in range(0, P, BP):
+        p = first + tl.arange(0, BP)
+        total += tl.sum(
+            tl.load(partial_ptr + p[:, None] * KP + column[None, :], mask=(p < P)[:, None], other=0.0), axis=0
+        )
+    tl.store(out_ptr + unit, tl.sum(tl.reshape(total, (BU, GROUP)), axis=1))
 
 
 @triton.jit
-def _unit_scores(partial_ptr, units, P, KP, GROUP: tl.constexpr):
-    columns = units[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
-    total = tl.zeros(columns.shape, dtype=tl.float64)
-    for p in range(P):
-        total += tl.load(partial_ptr + p * KP + columns)
-    return tl.sum(total, axis=1)
-
-
-@triton.jit
-def select_kernel(partial_ptr, mask_ptr, P, K, KP, keep, UNITS: tl.constexpr, OWN: tl.constexpr, GROUP: tl.constexpr):
+def rank_kernel(score_ptr, mask_ptr, K, keep, UNITS: tl.constexpr, OWN: tl.constexpr, GROUP: tl.constexpr):
     """Marks the `keep` units (GROUP channels each: 1, or 16 for "block") with the largest scores; uint8 [K].
 
     A unit is kept when fewer than `keep` others come before it: a larger score, or an equal one at a lower index.
     """
     own = tl.program_id(0) * OWN + tl.arange(0, OWN)
-    score = _unit_scores(partial_ptr, own, P, KP, GROUP)
-    CHUNK: tl.constexpr = UNITS if UNITS < 128 else 128
+    score = tl.load(score_ptr + own)
+    CHUNK: tl.constexpr = UNITS if UNITS < 512 else 512
     before = tl.zeros((OWN,), dtype=tl.int32)
     for start in range(0, UNITS, CHUNK):
         other = start + tl.arange(0, CHUNK)
-        theirs = _unit_scores(partial_ptr, other, P, KP, GROUP)
-        ahead = (theirs[None, :] > score[:, None]) | (
-            (theirs[None, :] == score[:, None]) & (other[None, :] < own[:, None])
-        )
-        before += tl.sum(ahead.to(tl.int32), axis=1)
+        theirs = tl.load(score_ptr + other)
+        tied = (theirs[None, :] == score[:, None]) & (other[None, :] < own[:, None])
+        before += tl.sum(((theirs[None, :] > score[:, None]) | tied).to(tl.int32), axis=1)
     columns = own[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
     kept = tl.broadcast_to((before < keep)[:, None], columns.shape)
     tl.store(mask_ptr + columns, kept.to(tl.uint8), mask=columns < K)
@@ -90,8 +83,7 @@ def select(x_RK: Tensor, k: int, keep: int, by_block: bool, live_R: Tensor | Non
     """uint8 [k]: 1 at the channels to compensate, chosen over the live rows of x."""
     rows = x_RK.shape[0]
     kp = max(triton.next_power_of_2(k), 128)
-    # About 16 groups for a decode step, so that every program of `select_kernel` can sum them itself.
-    per_program = max(4, triton.cdiv(rows, 512)) if rows > 256 else triton.cdiv(rows, 16)
+    per_program = 1 if rows <= 128 else 4 if rows <= 512 else max(8, triton.cdiv(rows, 1024))
     groups = triton.cdiv(rows, per_program)
     partial = torch.empty(groups, kp, dtype=torch.float64, device=x_RK.device)
     scores_kernel[(groups,)](
@@ -105,16 +97,17 @@ def select(x_RK: Tensor, k: int, keep: int, by_block: bool, live_R: Tensor | Non
         KP=kp,
         STORED=stored,
         HAS_LIVE=live_R is not None,
-        num_warps=min(max(kp // 512, 1), 8),
+        num_warps=min(max(kp // (512 if rows <= 512 else 1024), 1), 8),
         enable_fp_fusion=False,
     )
-    if groups > 32:
-        total = torch.empty(kp, dtype=torch.float64, device=x_RK.device)
-        reduce_kernel[(kp // 32,)](partial, total, groups, kp, BK=32, num_warps=1)
-        partial, groups = total, 1
-    mask = torch.empty(k, dtype=torch.uint8, device=x_RK.device)
     group = 16 if by_block else 1
     units = kp // group
-    own = min(units, 32)
-    select_kernel[(units // own,)](partial, mask, groups, k, kp, keep, UNITS=units, OWN=own, GROUP=group, num_warps=4)
+    score = torch.empty(units, dtype=torch.float64, device=x_RK.device)
+    bu = min(units, 32 // group)
+    reduce_kernel[(units // bu,)](
+        partial, score, groups, kp, BP=min(triton.next_power_of_2(groups), 64), BU=bu, GROUP=group, num_warps=4
+    )
+    mask = torch.empty(k, dtype=torch.uint8, device=x_RK.device)
+    own = min(units, 16)
+    rank_kernel[(units // own,)](score, mask, k, keep, UNITS=units, OWN=own, GROUP=group, num_warps=4)
     return mask

@@ -87,7 +87,9 @@ def packed_weight(shape: tuple[int, ...]) -> tuple[Tensor, Tensor, Tensor]:
     return nvfp4.quantize(w, nvfp4.global_scale(nvfp4.finite_amax(w, dim=(-1, -2)))[0])
 
 
-def operands(x: Tensor, precision: str, ratio: float, selection: residual.Selection, live: Tensor | None) -> list[Tensor]:
+def operands(
+    x: Tensor, precision: str, ratio: float, selection: residual.Selection, live: Tensor | None
+) -> list[Tensor]:
     """[main] or [main, residual] in float64."""
     if precision == "w4a16":
         return [x.double()]
@@ -191,9 +193,7 @@ def check_moe(
         "token",
         live.to(device),
     )
-    want, size = reference_moe(
-        x, nvfp4.dequantize(*w13), nvfp4.dequantize(*w2), ids, gates, precision, sites, live
-    )
+    want, size = reference_moe(x, nvfp4.dequantize(*w13), nvfp4.dequantize(*w2), ids, gates, precision, sites, live)
     error = (got.cpu().double() - want).abs().amax(-1)
     assert bool((error <= tolerance * size).all()), (error / size.clamp(min=1e-30)).max()
     assert bool((got.cpu()[~live] == 0).all())
