@@ -29,7 +29,9 @@ class StreamedAdamW(torch.optim.Optimizer):
         eps: float,
         weight_decay: float = 0.0,
     ) -> None:
-        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+        # All options of torch's, at their defaults: a checkpoint of either optimizer then resumes the other.
+        like = torch.optim.AdamW([torch.empty(0)], lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
+        super().__init__(params, like.defaults)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
