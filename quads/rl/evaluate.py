@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 
 from quads.config import load_config
+from quads.distributed import init_distributed
 from quads.errors import UserError, main_guard
 from quads.types import Completion, Example, Sampling
 
@@ -140,9 +141,8 @@ def format_table(results: Sequence[EvalResult]) -> str:
     for r in results:
         ks = "  ".join(f"@{k} {value:.3f}" for k, value in r.pass_at_k.items() if k > 1)
         score = f"{r.pass_at_1:.4f} ± {r.standard_error:.4f}"
-        lines.append(
-            f"{r.source:<24} {r.prompts:>7} {r.samples:>7} {score:>16} {r.truncated_frac:>9.3f} {r.length_mean:>8.1f}  {ks}"
-        )
+        counts = f"{r.source:<24} {r.prompts:>7} {r.samples:>7}"
+        lines.append(f"{counts} {score:>16} {r.truncated_frac:>9.3f} {r.length_mean:>8.1f}  {ks}")
     return "\n".join(lines)
 
 
@@ -165,15 +165,18 @@ def main(argv: list[str]) -> None:
 
     checkpoint, out = take_option(argv, "--checkpoint"), take_option(argv, "--out")
     cfg = load_config(argv)
-    parts = build_parts(cfg, checkpoint=checkpoint)
-    try:
-        results = parts.evaluate(step=0)
-    finally:
-        parts.close()
-    print(format_table(results))
-    if out:
-        report = {"config": cfg.path, "checkpoint": checkpoint, "results": [asdict(r) for r in results]}
-        Path(out).write_text(json.dumps(report, indent=2) + "\n")
+    with init_distributed(cfg.parallel, cfg.train) as world:
+        parts = build_parts(cfg, world, checkpoint=checkpoint)
+        if parts is None:  # --dry-run
+            return
+        try:
+            results = parts.evaluate(step=0)
+        finally:
+            parts.close()
+        world.print(format_table(results))
+        if out and world.is_main:
+            report = {"config": cfg.path, "checkpoint": checkpoint, "results": [asdict(r) for r in results]}
+            Path(out).write_text(json.dumps(report, indent=2) + "\n")
 
 
 if __name__ == "__main__":
