@@ -10,11 +10,14 @@ One checkpoint, one batch of responses, sampled once. Three tables:
               The rest is exact, so the four add up; its size says how additive the error is.
     ratios    |gap| of the compensated rollout against residual ratio and selection, weight-QDQ learner (Table 3)
 
-`--drift 0.002,...` repeats the activation rows with a rollout whose layers are disturbed by that relative noise, in the
-place of an engine with other kernels: the point where quantizing the learner's activations stops helping (paper,
-Section 3.2) depends on it.
+    drift     the same with a rollout whose layers are disturbed by a relative noise, in the place of an engine with
+              other kernels: whether quantizing the learner's activations helps (paper, Section 3.2) depends on it
+
+The rollout runs over whole sequences, or token by token as an engine does with `--forward decode`: then the batch that
+shares residual channels is one decoding step, as in a real rollout.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -23,26 +26,44 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from quads.lab import style
+from quads.lab.decode import decode
 from quads.lab.policies import LEARNERS, Evaluation, engine_drift, evaluate, gap_statistics, learner, rollout
 from quads.lab.policies import routing_flips as flips
 from quads.lab.ratio import measure_ratios, ratio_panel, ratio_table
 from quads.lab.results import markdown, number, progress, provenance, write_result
 from quads.lab.subject import Subject, build_subject, subject_parser
+from quads.model.model import MoEDecoder
 
 HELP = "log-prob gap of every pair of learner and rollout precision, its weight, activation and engine parts"
 
 ROLLOUTS = ("bf16", "w4a16", "w16a4", "w4a4", "w4a4_residual")
+DRIFTS = "0.0005,0.002,0.008,0.03"
+DRIFT_PAIRS = {"bf16": ("no QDQ",), "w4a4": ("weight QDQ", "both QDQ"), "w4a4_residual": ("weight QDQ",)}
+DRIFT_LABELS = {
+    "bf16/no QDQ": "plain rollout, no QDQ",
+    "w4a4/weight QDQ": "W4A4, weight QDQ",
+    "w4a4/both QDQ": "W4A4, both QDQ",
+    "w4a4_residual/weight QDQ": "W4A4+res, weight QDQ",
+}
 QUANTILES = 60  # points of a distribution kept in the JSON
 
 
-def evaluate_rollouts(subject: Subject, batch_tokens: int, drift: float = 0.0) -> dict[str, Evaluation]:
+Runner = Callable[[MoEDecoder], Evaluation]
+
+
+def runner(subject: Subject, forward: str, batch_tokens: int) -> Runner:
+    """How a rollout model is evaluated: "packed" in whole sequences, "decode" token by token."""
+    if forward == "decode":
+        return lambda model: decode(model, subject.sequences)
+    return lambda model: evaluate(model, subject.sequences, batch_tokens)
+
+
+def evaluate_rollouts(subject: Subject, run: Runner) -> dict[str, Evaluation]:
     """Every rollout precision on the fixed tokens."""
     result = {}
     for precision in ROLLOUTS:
         progress(f"rollout {precision}")
-        model = rollout(subject, replace(subject.spec, rollout=precision))
-        with engine_drift(model, drift):
-            result[precision] = evaluate(model, subject.sequences, batch_tokens)
+        result[precision] = run(rollout(subject, replace(subject.spec, rollout=precision)))
     return result
 
 
@@ -75,14 +96,15 @@ def additivity(terms: dict[str, Tensor]) -> dict[str, float]:
     }
 
 
-def measure(subject: Subject, batch_tokens: int, drifts: list[float]) -> dict[str, Any]:
+def measure(subject: Subject, batch_tokens: int, drifts: list[float], forward: str = "packed") -> dict[str, Any]:
+    run = runner(subject, forward, batch_tokens)
     learners = evaluate_learners(subject, batch_tokens)
-    rollouts = evaluate_rollouts(subject, batch_tokens)
+    rollouts = evaluate_rollouts(subject, run)
     gaps = {r: {name: learners[name].logprobs - rollouts[r].logprobs for name in learners} for r in rollouts}
     terms = factors(learners["no QDQ"].logprobs, {r: evaluation.logprobs for r, evaluation in rollouts.items()})
     decoded = learners["no QDQ"].logprobs - subject.sequences.sampled_logprobs
     return {
-        "batch": subject.facts,
+        "batch": {**subject.facts, "forward": forward},
         "sides": {r: {name: gap_statistics(gap) for name, gap in of.items()} for r, of in gaps.items()},
         "routing_flips": {r: {name: flips(learners[name], rollouts[r]) for name in learners} for r in rollouts},
         "decoded_engine_gap": {"precision": subject.facts["sampler"], **gap_statistics(decoded)},
@@ -90,19 +112,19 @@ def measure(subject: Subject, batch_tokens: int, drifts: list[float]) -> dict[st
         "additivity": additivity(terms),
         "distribution": {r: _quantiles(gaps[r]["no QDQ"]) for r in gaps},
         "distribution_weight_qdq": {r: _quantiles(gaps[r]["weight QDQ"]) for r in gaps},
-        "ratios": measure_ratios(subject, learners["weight QDQ"], batch_tokens),
-        "drift": [measure_drift(subject, learners, batch_tokens, size) for size in drifts],
+        "ratios": measure_ratios(subject, learners["weight QDQ"], run),
+        "drift": [measure_drift(subject, learners, run, size) for size in drifts],
     }
 
 
-def measure_drift(subject: Subject, learners: dict[str, Evaluation], batch_tokens: int, size: float) -> dict[str, Any]:
-    """Mean |gap| of a disturbed W16A4 rollout against the learners without and with activation QDQ, and of a disturbed
-    plain one."""
+def measure_drift(subject: Subject, learners: dict[str, Evaluation], run: Runner, size: float) -> dict[str, Any]:
+    """Mean |gap| of disturbed rollouts: plain against plain; W4A4 against the asymmetric and the symmetric learner."""
     result: dict[str, Any] = {"size": size}
-    for precision, names in {"bf16": ["no QDQ"], "w16a4": ["no QDQ", "activation QDQ"]}.items():
+    progress(f"drift {size:g}")
+    for precision, names in DRIFT_PAIRS.items():
         model = rollout(subject, replace(subject.spec, rollout=precision))
         with engine_drift(model, size):
-            logprobs = evaluate(model, subject.sequences, batch_tokens).logprobs
+            logprobs = run(model).logprobs
         for name in names:
             result[f"{precision}/{name}"] = gap_statistics(learners[name].logprobs - logprobs)["mean"]
     return result
@@ -117,8 +139,7 @@ def _quantiles(gap: Tensor) -> list[float]:
 
 def figure(data: dict[str, Any]) -> Figure:
     """Sides as bars, distributions, factors, ratios."""
-    has_drift = bool(data["drift"])
-    fig, axes = style.new_figure(columns=2, rows=3 if has_drift else 2, width=5.2)
+    fig, axes = style.new_figure(columns=2, rows=3, width=5.2)
     shown = [r for r in ROLLOUTS if r != "bf16"]
     series = {name: [data["sides"][r][name]["mean"] for r in shown] for name in LEARNERS}
     style.grouped_bars(axes[0], [_label(r) for r in shown], series, style.SEQUENCE)
@@ -138,23 +159,21 @@ def figure(data: dict[str, Any]) -> Figure:
     axes[2].bar(names, [data["factors"][name]["mean"] for name in names], 0.6, color=colours)
     style.finish(axes[2], "Parts of the W4A4 gap (Eq. 3)", "", "mean |part| (nats)")
     ratio_panel(axes[3], data["ratios"], "mean")
-    if has_drift:
-        _drift_panel(axes[4], data["drift"])
-        axes[5].set_visible(False)
+    series = {name: [100 * data["routing_flips"][r][name] for r in shown] for name in LEARNERS}
+    style.grouped_bars(axes[4], [_label(r) for r in shown], series, style.SEQUENCE)
+    style.finish(axes[4], "Experts that differ between the sides", "rollout", "tokens x layers (%)")
+    _drift_panel(axes[5], data["drift"])
     return fig
 
 
 def _drift_panel(ax: Any, rows: list[dict[str, Any]]) -> None:
     sizes = [row["size"] for row in rows]
-    for key, label, colour in (
-        ("bf16/no QDQ", "plain rollout, plain learner", style.GREY),
-        ("w16a4/no QDQ", "W16A4 rollout, plain learner", style.ORANGE),
-        ("w16a4/activation QDQ", "W16A4 rollout, activation-QDQ learner", style.RED),
-    ):
+    colours = (style.GREY, style.ORANGE, style.RED, style.GREEN)
+    for (key, label), colour in zip(DRIFT_LABELS.items(), colours, strict=True):
         ax.plot(sizes, [row[key] for row in rows], marker="o", ms=4, lw=1.8, color=colour, label=label)
     ax.set_xscale("log")
     ax.set_yscale("log")
-    style.finish(ax, "Activation QDQ under engine drift", "relative noise a layer", "mean |gap| (nats)", legend=True)
+    style.finish(ax, "Gap under engine drift", "relative noise a layer", "mean |gap| (nats)", legend=True)
 
 
 def _label(precision: str) -> str:
@@ -184,19 +203,18 @@ def tables(data: dict[str, Any]) -> str:
         ratio_table(data["ratios"]),
     ]
     if data["drift"]:
-        header = ["relative noise a layer", "plain", "W16A4, plain learner", "W16A4, activation QDQ"]
-        keys = ("bf16/no QDQ", "w16a4/no QDQ", "w16a4/activation QDQ")
-        drift = [[number(row["size"]), *(number(row[key]) for key in keys)] for row in data["drift"]]
-        text += ["\nWith a disturbed rollout:\n", markdown(header, drift)]
+        drift = [[number(row["size"]), *(number(row[key]) for key in DRIFT_LABELS)] for row in data["drift"]]
+        text += ["\nWith a disturbed rollout:\n", markdown(["relative noise a layer", *DRIFT_LABELS.values()], drift)]
     return "\n".join(text)
 
 
 def main(argv: list[str]) -> None:
     parser = subject_parser("gap", HELP)
-    parser.add_argument("--drift", default="", help="relative noise of rollout layers to try, comma-separated")
+    parser.add_argument("--drift", default=DRIFTS, help=f"relative noise of rollout layers, list (default: {DRIFTS})")
+    parser.add_argument("--forward", choices=("packed", "decode"), default="packed", help="how the rollout is run")
     args, overrides = parser.parse_known_args(argv)
     subject = build_subject(args, overrides)
-    data = measure(subject, args.batch_tokens, [float(size) for size in args.drift.split(",") if size])
+    data = measure(subject, args.batch_tokens, [float(size) for size in args.drift.split(",") if size], args.forward)
     path = write_result(args.out, "gap", provenance("gap", argv, subject.cfg, [subject.cfg.train.seed]), data)
     style.save(figure(data), path.with_suffix(".png"))
     print(tables(data))

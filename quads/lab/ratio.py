@@ -8,7 +8,9 @@ plain-torch reference or of the Triton kernel, whichever served (named in the JS
 `--sites w13;w13,w2,qkv,o` compares sets of sites.
 """
 
+import functools
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -20,6 +22,7 @@ from quads.lab.policies import Evaluation, evaluate, gap_statistics, learner, ro
 from quads.lab.results import markdown, number, progress, provenance, write_result
 from quads.lab.subject import Subject, build_subject, subject_parser
 from quads.model.config import ModelConfig
+from quads.model.model import MoEDecoder
 from quads.quant.backend import choose_kernel
 from quads.quant.recipes import SITES, QuantSpec
 
@@ -48,25 +51,25 @@ def extra_mma(config: ModelConfig, spec: QuantSpec, ratio: float) -> float:
 
 
 def measure_ratios(
-    subject: Subject, reference: Evaluation, batch_tokens: int, ratios: tuple[float, ...] = RATIOS
+    subject: Subject, reference: Evaluation, run: Callable[[MoEDecoder], Evaluation], ratios: tuple[float, ...] = RATIOS
 ) -> list[dict[str, Any]]:
     """One row for W4A4 without residual (ratio 0) and one for each ratio and selection."""
-    rows = [_measure(subject, replace(subject.spec, rollout="w4a4"), 0.0, reference, batch_tokens)]
+    rows = [_measure(subject, replace(subject.spec, rollout="w4a4"), 0.0, reference, run)]
     for selection in SELECTIONS:
         for ratio in ratios:
             spec = replace(subject.spec, rollout="w4a4_residual", ratio=ratio, selection=selection)
-            rows.append(_measure(subject, spec, ratio, reference, batch_tokens))
+            rows.append(_measure(subject, spec, ratio, reference, run))
     return rows
 
 
 def _measure(
-    subject: Subject, spec: QuantSpec, ratio: float, reference: Evaluation, batch_tokens: int
+    subject: Subject, spec: QuantSpec, ratio: float, reference: Evaluation, run: Callable[[MoEDecoder], Evaluation]
 ) -> dict[str, Any]:
     selection = spec.selection if ratio else "none"
     progress(f"ratio {ratio:.3g} {selection} {','.join(spec.residual_sites)}")
     model = rollout(subject, spec)
     started = time.perf_counter()
-    logprobs = evaluate(model, subject.sequences, batch_tokens).logprobs
+    logprobs = run(model).logprobs
     return {
         "ratio": ratio,
         "selection": selection,
@@ -140,10 +143,11 @@ def main(argv: list[str]) -> None:
     args, overrides = parser.parse_known_args(argv)
     subject = build_subject(args, overrides)
     reference = evaluate(learner(subject, "nvfp4", "bf16"), subject.sequences, args.batch_tokens)
+    run = functools.partial(evaluate, sequences=subject.sequences, batch_tokens=args.batch_tokens)
     sets = []
     for sites in args.sites.split(";"):
         subject.spec = replace(subject.spec, residual_sites=tuple(sites.split(",")))
-        sets.append({"sites": sites.split(","), "rows": measure_ratios(subject, reference, args.batch_tokens)})
+        sets.append({"sites": sites.split(","), "rows": measure_ratios(subject, reference, run)})
     kernel = choose_kernel(subject.cfg.rollout.kernel, subject.device, "w4a4_residual")
     data = {"batch": subject.facts, "kernel": kernel, "sets": sets}
     path = write_result(args.out, "ratio", provenance("ratio", argv, subject.cfg, [subject.cfg.train.seed]), data)

@@ -23,8 +23,8 @@ from typing import Any
 
 from quads.config import Config, load_config
 from quads.errors import UserError
+from quads.lab import curves, style
 from quads.lab.results import config_argv, config_parser, markdown, number, progress, provenance, write_result
-from quads.plot import plot_runs
 from quads.run_folder import read_rows
 
 HELP = "train the same config under each of the six recipes; one table and one picture"
@@ -169,10 +169,11 @@ def main(argv: list[str]) -> None:
     data = {
         "summary": summary,
         "runs": [{"recipe": run.recipe, "seed": run.seed, **m} for run, m in zip(runs, measured, strict=True)],
+        "curves": curves.collect([run.out for run in runs]),
         "table": text,
     }
     path = write_result(args.out, "recipes", about, data)
     path.with_suffix(".md").write_text(text + "\n", encoding="utf-8")
-    plot_runs([run.out for run in runs], args.out / "recipes.png")
+    style.save(curves.figure(data["curves"]), path.with_suffix(".png"))
     print(text)
     print(f"\nwrote {path}, recipes.md and recipes.png")

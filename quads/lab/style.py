@@ -1,11 +1,14 @@
 """How the lab's figures look, in light and in dark: one place for fonts, colours and grids."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from matplotlib.axes import Axes
+from matplotlib.axis import Axis
 from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
+from matplotlib.text import Text
+from matplotlib.ticker import MaxNLocator
 
 INK = "#222222"
 DARK_INK, DARK_PAPER = "#d8dee6", "#14181d"
@@ -41,13 +44,36 @@ def finish(ax: Axes, title: str, x: str, y: str, legend: bool = False, columns: 
         ax.legend(frameon=False, fontsize=8.5, labelcolor=INK, ncols=columns)
 
 
-def grouped_bars(ax: Axes, groups: Sequence[str], series: dict[str, Sequence[float]], colours: Sequence[str]) -> None:
+def grouped_bars(
+    ax: Axes, groups: Sequence[str], series: Mapping[str, Sequence[float]], colours: Sequence[str]
+) -> None:
     """One group of bars for each name in `groups`, one colour for each series."""
     width = 0.8 / len(series)
     for i, (name, values) in enumerate(series.items()):
         places = [g - 0.4 + width * (i + 0.5) for g in range(len(groups))]
         ax.bar(places, list(values), width * 0.92, color=colours[i], label=name)
     ax.set_xticks(range(len(groups)), list(groups))
+
+
+def whole_numbers(axis: Axis) -> None:
+    """Ticks at whole numbers only: layers, steps."""
+    axis.set_major_locator(MaxNLocator(integer=True, nbins=8))
+
+
+def legend_below(figure: Figure, ax: Axes, columns: int) -> None:
+    """One legend for several panels with the same series, under them."""
+    handles, labels = ax.get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=columns, frameon=False, fontsize=9, labelcolor=INK)
+
+
+def label_ends(ax: Axes) -> None:
+    """Each line's label at its right end, in its colour; no legend to look up."""
+    for line in ax.get_lines():
+        x, y = line.get_xdata()[-1], line.get_ydata()[-1]  # type: ignore[index]
+        ax.annotate(
+            str(line.get_label()), (x, y), (5, -3), textcoords="offset points", fontsize=8, color=line.get_color()
+        )
+    ax.margins(x=0.14)
 
 
 def save(figure: Figure, path: Path) -> Path:
@@ -60,9 +86,9 @@ def save(figure: Figure, path: Path) -> Path:
 def darken(figure: Figure) -> Figure:
     """The same figure for a dark page: paper and ink change, data colours stay. In place."""
     figure.set_facecolor(DARK_PAPER)
-    for text in figure.findobj(lambda artist: hasattr(artist, "get_text")):
-        if to_hex(text.get_color()) in (INK, "#000000", "#333333"):  # type: ignore[attr-defined]
-            text.set_color(DARK_INK)  # type: ignore[attr-defined]
+    for text in figure.findobj(Text):
+        if isinstance(text, Text) and to_hex(text.get_color()) in (INK, "#000000", "#333333"):
+            text.set_color(DARK_INK)
     for ax in figure.axes:
         ax.set_facecolor(DARK_PAPER)
         ax.tick_params(colors=DARK_INK)

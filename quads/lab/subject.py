@@ -70,6 +70,12 @@ class Sequences:
         return torch.tensor([token for response in self.responses for token in response])
 
     @property
+    def starts(self) -> list[int]:
+        """Where each sequence begins among the packed tokens."""
+        lengths = [len(p) + len(r) - 1 for p, r in zip(self.prompts, self.responses, strict=True)]
+        return [sum(lengths[:i]) for i in range(len(lengths))]
+
+    @property
     def num_tokens(self) -> int:
         """Tokens of a forward over everything."""
         return sum(len(p) + len(r) - 1 for p, r in zip(self.prompts, self.responses, strict=True))
@@ -105,8 +111,11 @@ def subject_parser(name: str, help: str) -> argparse.ArgumentParser:
 
 
 @torch.no_grad()
-def build_subject(args: argparse.Namespace, overrides: list[str]) -> Subject:
-    """Load the checkpoint and draw the responses, once. Raises UserError for what does not fit, as train.py does."""
+def build_subject(args: argparse.Namespace, overrides: list[str], native: bool = True) -> Subject:
+    """Load the checkpoint and draw the responses, once, with the native engine or with the config's.
+
+    Raises UserError for what does not fit, as train.py does.
+    """
     cfg = load_config(config_argv(args.config, overrides))
     spec = resolve(cfg.quant)
     device, dtype = choose_device(cfg.train.device, 0), DTYPES[cfg.model.dtype]
@@ -121,7 +130,8 @@ def build_subject(args: argparse.Namespace, overrides: list[str]) -> Subject:
     sampler = replace(spec, rollout="bf16") if args.sampler == "bf16" else spec
     prompts = [example.prompt_ids for example in examples]
     num_responses = len(prompts) * args.samples
-    rollout = replace(cfg.rollout, engine="native", max_batch=min(cfg.rollout.max_batch, num_responses))
+    engine_name = "native" if native else cfg.rollout.engine
+    rollout = replace(cfg.rollout, engine=engine_name, max_batch=min(cfg.rollout.max_batch, num_responses))
     engine = build_engine(replace(cfg, rollout=rollout), model_config, sampler, dtype, device)
     sync(as_learner(master, sampler), engine, sampler, version=0)
     seeds = request_seeds(cfg.train.seed, SEED_PURPOSE, num_responses)

@@ -1,12 +1,15 @@
 """The analyses on the tiny model that ships with the repository: identities that must hold whatever the numbers are."""
 
 import argparse
+import json
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from quads.lab import gap, ratio
+from quads.lab import channels, decompose, drift, gap, layers, ratio
+from quads.lab.capture import capture
+from quads.lab.decode import decode, decoded_inputs
 from quads.lab.policies import evaluate, gap_statistics, learner, rollout
 from quads.lab.subject import Subject, build_subject, subject_parser
 from tests.helpers import REPOSITORY, assert_close, run_command
@@ -72,8 +75,6 @@ def test_ratio_zero_is_plain_w4a4_and_ratio_one_is_every_channel(subject, weight
 
 
 def test_gap_command_writes_tables_that_add_up(tmp_path):
-    import json
-
     gap.main(
         ["--config", CONFIG, "--prompts", "4", "--samples", "2", "--out", str(tmp_path), "--drift", "0,0.01", *MODEL]
     )
@@ -85,6 +86,77 @@ def test_gap_command_writes_tables_that_add_up(tmp_path):
     assert still["bf16/no QDQ"] == data["sides"]["bf16"]["no QDQ"]["mean"] < moved["bf16/no QDQ"]
     assert data["about"]["seeds"] == [0] and "[quant]" in data["about"]["config"]
     assert (tmp_path / "gap.png").stat().st_size > 10_000
+
+
+def test_decoding_token_by_token_is_the_packed_forward(subject):
+    """Batch-independent precisions agree to fp32 rounding; so do expert choices and the inputs of a mixture."""
+    for precision in ("bf16", "w4a4"):
+        model = rollout(subject, replace(subject.spec, rollout=precision))
+        packed, stepped = evaluate(model, subject.sequences, 4096), decode(model, subject.sequences)
+        assert_close(stepped.logprobs, packed.logprobs, atol=1e-9)  # float64 activations
+        assert (stepped.experts == packed.experts).all()
+    inputs = capture(model, subject.sequences, 4096).moe_in[1]
+    assert_close(decoded_inputs(model, subject.sequences, 1), inputs, atol=1e-9)
+
+
+def test_layers_terms_add_up_and_weight_qdq_removes_the_weight_term(subject):
+    pairs = {pair["label"]: pair for pair in layers.measure(subject, 4096)["pairs"]}
+    for pair in pairs.values():
+        for site, terms in pair["terms"].items():
+            assert max(terms["sum_error"]) < 1e-12, (pair["label"], site)
+    for site in ("qkv", "o", "w13", "w2"):
+        assert max(pairs["weight QDQ / W4A4"]["terms"][site]["weight"]) == 0.0
+        assert min(pairs["no QDQ / W4A4"]["terms"][site]["weight"]) > 1e-3
+        assert max(pairs["no QDQ / W4A16"]["terms"][site]["activation"]) == 0.0
+    assert max(pairs["plain / plain"]["moe_out"]) < 1e-5 < min(pairs["no QDQ / W4A4"]["moe_out"])
+    assert max(pairs["weight QDQ / W4A16"]["moe_out"]) < 1e-5
+    residual, without = (pairs[f"weight QDQ / W4A4{name}"]["terms"]["w13"]["activation"] for name in ("+res", ""))
+    assert all(a < b for a, b in zip(residual, without, strict=True))
+
+
+def test_eq_10_is_what_the_rollout_layer_computes(subject):
+    """Y_infer rebuilt from the weights and inputs of the analysis is the output of the rollout's own layer."""
+    spec = replace(subject.spec, rollout="w4a4")
+    model = rollout(subject, spec)
+    x = capture(model, subject.sequences, 4096).sites["o"][1]
+    expected = model.model.layers[1].self_attn.o_proj(x)
+    weight = layers.SiteWeights(subject).get(1, "o", quantized=True)
+    assert_close(layers.multiplied(x, "", spec, "o") @ weight.T, expected, atol=1e-12)
+
+
+def test_decompose_adds_up_for_every_site(subject):
+    rows = decompose.measure(subject, 4096)["rows"]
+    assert {(row["kind"], row["site"]) for row in rows} == {
+        (k, s) for k in ("weight", "activation") for s in ("w13", "w2", "qkv", "o")
+    }
+    for row in rows:
+        assert abs(row["scale_bias"] + row["dead_zone"] + row["grid_noise"] + row["cross"] - row["total"]) < 1e-12
+        assert 0 < row["total"] < 0.1
+
+
+def test_drift_without_quantization_is_rounding(subject):
+    data = drift.measure(subject, 4096, 1)
+    assert max(pair["max"] for pair in data["pairs"]) < FLOOR
+    assert data["routing_flips"] == 0.0 and data["map"]["relative"] < 1e-5
+
+
+def test_channels_shares_are_cumulative(subject):
+    data = channels.measure(subject, 4096, 1)
+    for layer in data["layers"]:
+        assert layer["shares"] == sorted(layer["shares"]) and layer["shares"][4] >= 0.5
+        assert layer["captured"]["token"] >= layer["captured"]["batch"] >= 0.5
+    for i, row in enumerate(data["between_layers"]):
+        assert row[i] == 1.0
+
+
+@pytest.mark.parametrize("module", [layers, channels, decompose, drift])
+def test_commands_write_json_and_picture(module, tmp_path, capsys):
+    name = module.__name__.rpartition(".")[2]
+    module.main(["--config", CONFIG, "--prompts", "3", "--samples", "1", "--out", str(tmp_path), *MODEL])
+    data = json.loads((tmp_path / f"{name}.json").read_text())
+    assert data["batch"]["prompts"] == 3 and data["about"]["command"].startswith(f"python -m quads.lab {name}")
+    assert (tmp_path / f"{name}.png").stat().st_size > 10_000
+    assert "| --" in capsys.readouterr().out
 
 
 @pytest.mark.slow

@@ -4,9 +4,10 @@ import json
 
 import pytest
 import torch
+from matplotlib.text import Text
 
 from quads.errors import UserError
-from quads.lab import ratio, recipes
+from quads.lab import channels, curves, layers, ratio, recipes, style
 from quads.lab.gap import additivity, factors
 from quads.lab.results import markdown, number, write_result
 from quads.lab.subject import Sequences
@@ -91,3 +92,63 @@ def test_results_are_valid_json_with_short_numbers(tmp_path):
         "1.23e+05",
         "-",
     ]
+
+
+def test_terms_of_eq_11_add_up_and_vanish_where_they_must():
+    w_train, x_train, eta = torch.randn(5, 8).double(), torch.randn(3, 8).double(), 0.1 * torch.randn(3, 8).double()
+    w_infer, x_infer = w_train + 0.1 * torch.randn(5, 8), x_train + eta + 0.2 * torch.randn(3, 8)
+    terms = layers.error_terms(w_train, w_infer, x_train, x_infer, eta)
+    assert_close(sum(terms[t] for t in layers.TERMS), x_infer @ w_infer.T - x_train @ w_train.T, atol=1e-12)
+    assert_close(terms["total"], x_infer @ w_infer.T - x_train @ w_train.T, atol=0.0)
+    aligned = layers.error_terms(w_train, w_train, x_train, x_train + eta, eta)
+    for term in ("weight", "second_order"):
+        assert float(aligned[term].abs().max()) == 0.0
+    assert_close(aligned["total"], aligned["drift"], atol=1e-12)  # only eta is left (Eq. 17)
+
+
+def test_channel_measures_by_hand():
+    r = torch.zeros(4, 16)
+    r[:, 3], r[0, 7] = 3.0, 8.0  # energies 36 and 64
+    r[:, 0] = 1e-3
+    shares = dict(zip(channels.SHARES, channels.channel_shares(r), strict=True))
+    assert shares[0.05] == pytest.approx(0.64, abs=1e-4) and shares[0.125] == pytest.approx(1.0, abs=1e-4)
+    assert channels.top_channels(r).nonzero().flatten().tolist() == [3, 7]
+    assert channels.overlap(channels.top_channels(r), channels.top_channels(r[1:])) == 0.5  # there 3 and 0 lead
+    one = channels.captured_share(r, 1 / 16)
+    assert one["batch"] == pytest.approx(0.64, abs=1e-4) and one["block"] == 0.0
+    assert one["token"] == pytest.approx((64 + 3 * 9) / 100, abs=1e-4)
+
+
+def test_heat_map_keeps_the_largest_of_merged_channels():
+    r = torch.zeros(100, 1024)
+    r[2, 513] = -5.0
+    picture = torch.tensor(channels.heat_map(r))
+    assert picture.shape == (channels.MAP_TOKENS, channels.MAP_CHANNELS)
+    assert picture.nonzero().tolist() == [[2, 128]] and picture.max() == 5.0
+
+
+def test_curves_merge_seeds_and_name_what_is_missing(tmp_path):
+    for seed, shift in ((0, 0.0), (1, 1.0)):
+        folder = tmp_path / f"quads_seed{seed}"
+        folder.mkdir()
+        rows = [{"step": i, "reward/mean": i + shift, "eval/pass@1": 0.5 if i == 2 else None} for i in range(1, 4)]
+        (folder / "metrics.jsonl").write_text("\n".join(json.dumps(row) for row in rows) + "\n")
+    arms = curves.collect(sorted(tmp_path.iterdir()))
+    assert arms["quads"]["seeds"] == 2
+    reward = {"steps": [1, 2, 3], "mean": [1.5, 2.5, 3.5], "low": [1.0, 2.0, 3.0], "high": [2.0, 3.0, 4.0]}
+    assert arms["quads"]["curves"]["reward/mean"] == reward
+    assert arms["quads"]["curves"]["eval/pass@1"]["steps"] == [2]
+    assert "2.5 -> 2.5" in curves.tables(arms)
+    with pytest.raises(UserError, match="has no row"):
+        curves.collect([tmp_path / "nothing"])
+
+
+def test_a_dark_figure_has_no_dark_ink_left():
+    figure, (ax,) = style.new_figure()
+    ax.plot([1, 2], [1, 2], label="line")
+    style.finish(ax, "title", "x", "y", legend=True)
+    style.darken(figure)
+    inks = {text.get_color() for text in figure.findobj(Text) if text.get_text()}
+    assert inks == {style.DARK_INK} and figure.get_facecolor()[:3] == pytest.approx(
+        (0x14 / 255, 0x18 / 255, 0x1D / 255)
+    )
