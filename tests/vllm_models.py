@@ -17,7 +17,7 @@ from quads.rollout.native import NativeEngine
 from quads.rollout.sync import sync
 from quads.types import Completion
 
-CONFIG = replace(ARCHITECTURES["tiny"], vocab_size=500, head_dim=32, num_experts=6)
+CONFIG = replace(ARCHITECTURES["tiny"], vocab_size=517, head_dim=32, num_experts=6)
 SETTINGS = RolloutSettings(max_batch=16, max_prompt_tokens=176, max_new_tokens=16)
 CPU = torch.device("cpu")
 # |log-prob| differences: fp32 arithmetic in another order, over two layers; measured 1e-6.

@@ -72,7 +72,7 @@ class VLLMEngine:
         self._config = model_config
         self._keep_group = in_process_group()  # of the trainer; vLLM makes its own where there is none
         self._folder = tempfile.TemporaryDirectory(prefix="quads-vllm-")
-        self._asleep = False
+        self._asleep: set[str] = set()  # parts of the memory that the trainer has
         self._returns_routing = routed_experts
         if routed_experts and device.type == "cpu":
             raise UserError(
@@ -153,10 +153,10 @@ class VLLMEngine:
     def _check(
         self, prompts: list[list[int]], n: int, seeds: list[int], sampling: Sampling, routed_experts: bool
     ) -> None:
-        if not self._complete:
-            raise RuntimeError("generate() before a complete update_weights()")
         if self._asleep:
             raise RuntimeError("generate() while the engine sleeps; call wake() first")
+        if not self._complete:
+            raise RuntimeError("generate() before a complete update_weights()")
         if n < 1 or len(seeds) != len(prompts) * n:
             raise ValueError(f"{len(prompts)} prompts x {n} responses need as many seeds, got {len(seeds)}")
         if sampling.max_new_tokens < 1 or not sampling.temperature >= 0.0:
@@ -196,6 +196,7 @@ class VLLMEngine:
             UserError: a tensor is missing, unknown, misshaped or there twice. Generating is then refused until a whole
                 set has arrived.
         """
+        self._wake("weights")
         ledger = self._quant.ledger
         self._complete = False
         ledger.begin()
@@ -216,18 +217,21 @@ class VLLMEngine:
         return self._on_model(checksums)
 
     def sleep(self) -> None:
-        """Give the GPU memory of weights and KV cache back to the trainer. Weights come back undefined: sync after
-        `wake`.
-        """
+        """Give the GPU memory of weights and KV cache back to the trainer; what they held is gone. Nothing on a CPU."""
         if self._llm.llm_engine.vllm_config.model_config.enable_sleep_mode and not self._asleep:
             self._llm.sleep(level=2)
-            self._asleep = True
+            self._asleep, self._complete = {"weights", "kv_cache"}, False
 
     def wake(self) -> None:
-        """Take the memory again."""
-        if self._asleep:
-            self._llm.wake_up()
-            self._asleep = False
+        """Take all memory again, at its old addresses. Weights are undefined until the next `update_weights`, which wakes
+        their part by itself: sleep -> learn -> update_weights -> wake never holds the KV cache while weights travel."""
+        self._wake("weights")
+        self._wake("kv_cache")
+
+    def _wake(self, part: str) -> None:
+        if part in self._asleep:
+            self._llm.wake_up(tags=[part])
+            self._asleep = self._asleep - {part}
 
     def close(self) -> None:
         """Shut vLLM down and free its memory; the trainer's process groups live on. Collective over the ranks."""
