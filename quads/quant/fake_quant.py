@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from quads.quant import fp8, nvfp4
-from quads.quant.tensor import weight_amax
+from quads.quant.weights import qdq, weight_amax
 
 
 class _StraightThrough(torch.autograd.Function):
@@ -63,7 +63,7 @@ def fake_quantize_weight(w: Tensor, dtype: torch.dtype, mode: nvfp4.GlobalScaleM
     """
     w_bf16 = w.detach().bfloat16()
     g, gs = nvfp4.global_scale(weight_amax(w_bf16), mode)
-    return straight_through(w, nvfp4.qdq(w_bf16, g, mode, gs=gs, dtype=dtype))
+    return straight_through(w, qdq(w_bf16, g, mode, gs, dtype))
 
 
 def fake_quantize_rows(x: Tensor) -> Tensor:

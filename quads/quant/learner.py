@@ -26,7 +26,8 @@ from quads.model.linear import Linear
 from quads.model.moe import Experts, ExpertSite
 from quads.quant import fake_quant, nvfp4
 from quads.quant.recipes import SITES, TARGETS, QuantSpec
-from quads.quant.tensor import Float8BlockTensor, NVFP4Tensor, QuantizedTensor, weight_amax
+from quads.quant.tensor import Float8BlockTensor, NVFP4Tensor, QuantizedTensor
+from quads.quant.weights import weight_amax
 
 PARAMETERS = {"gate_up_proj": "w13", "down_proj": "w2"}  # of Experts, with their sites
 

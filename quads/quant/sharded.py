@@ -43,6 +43,7 @@ from quads.quant.learner import Group, QATExperts, QATLinear, sharing_groups
 from quads.quant.nvfp4 import BLOCK, GlobalScaleMode
 from quads.quant.recipes import TARGETS, QuantSpec
 from quads.quant.tensor import Float8BlockTensor, NVFP4Tensor
+from quads.quant.weights import qdq, quantize, weight_amax
 
 AllGather = Literal["bf16", "packed"]
 
@@ -97,7 +98,7 @@ class PackedShard:
         self.g, self.gs, self.version = g, gs, local_tensor(parameter)._version
         rows = own_rows(parameter)
         own_g, own_gs = (g[rows], gs[rows]) if g.dim() else (g, gs)
-        packed, block_scale, _ = nvfp4.quantize(local_tensor(parameter).bfloat16(), own_g, self.mode, gs=own_gs)
+        packed, block_scale, _ = quantize(local_tensor(parameter).bfloat16(), own_g, self.mode, own_gs)
         torch.cat([packed, block_scale.view(torch.uint8)], dim=-1, out=self.bytes)
 
     def tensor(self, rows: Tensor, g: Tensor, dtype: torch.dtype) -> NVFP4Tensor:
@@ -138,7 +139,7 @@ def _effective(module: ShardedModule, leaf: str, gathered: Tensor, dtype: torch.
     shard = module.shards[leaf]
     if shard.gathered:
         return gathered.to(dtype)
-    value = nvfp4.qdq(gathered.detach().bfloat16(), shard.g, module.mode, gs=shard.gs, dtype=dtype)
+    value = qdq(gathered.detach().bfloat16(), shard.g, module.mode, shard.gs, dtype)
     return fake_quant.straight_through(gathered, value)
 
 
@@ -270,9 +271,9 @@ def _local_amax(group: Group) -> Tensor:
     for _, parameter in group.parameters():
         local_bf16 = local_tensor(parameter).bfloat16()
         if local_bf16.dim() == 2:
-            found.append(nvfp4.finite_amax(local_bf16))
+            found.append(weight_amax(local_bf16))
             continue
         amax_L11 = local_bf16.new_zeros(gathered_rows(parameter), 1, 1, dtype=torch.float32)
-        amax_L11[own_rows(parameter)] = nvfp4.finite_amax(local_bf16, dim=(-2, -1))
+        amax_L11[own_rows(parameter)] = weight_amax(local_bf16)
         found.append(amax_L11)
     return torch.stack(found).amax(0)

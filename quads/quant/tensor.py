@@ -14,7 +14,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from quads.quant import fp8, nvfp4
+from quads.quant import fp8, nvfp4, weights
 from quads.quant.nvfp4 import GlobalScaleMode
 from quads.quant.torchao_base import TorchAOBaseTensor
 
@@ -105,8 +105,8 @@ class NVFP4Tensor(QuantizedTensor):
         alone. See `nvfp4.quantize`.
         """
         if g is None:
-            g, gs = nvfp4.global_scale(weight_amax(w), mode)
-        packed, block_scale, g = nvfp4.quantize(w.detach(), g, mode, gs=gs)
+            g, gs = nvfp4.global_scale(weights.weight_amax(w), mode)
+        packed, block_scale, g = weights.quantize(w.detach(), g, mode, gs)
         return cls(packed, block_scale, g, w.shape[-1], w.dtype, mode)
 
     @classmethod
@@ -140,7 +140,7 @@ class NVFP4Tensor(QuantizedTensor):
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
         """The weight in `dtype` (default: `self.dtype`); exact in bf16 and wider for "pow2" scales."""
-        return nvfp4.dequantize(
+        return weights.dequantize(
             self.packed, self.block_scale, self.global_scale, dtype or self.orig_dtype, self.num_columns
         )
 
@@ -205,13 +205,6 @@ class Float8BlockTensor(QuantizedTensor):
 
     def _scales_text(self) -> str:
         return f"E4M3 in blocks of {fp8.BLOCK} x {fp8.BLOCK}, scales {self.mode}"
-
-
-def weight_amax(w: Tensor) -> Tensor:
-    """Finite amax of what shares a global scale when nothing else does: [] for [N, K], [E, 1, 1] for [E, N, K]."""
-    if w.dim() not in (2, 3):
-        raise ValueError(f"a weight is [N, K] or [E, N, K], got {list(w.shape)}")
-    return nvfp4.finite_amax(w, dim=(-2, -1) if w.dim() == 3 else None)
 
 
 def _register(cls: type[QuantizedTensor]) -> None:

@@ -1,0 +1,54 @@
+"""The NVFP4 weight quantizer where it runs: the Triton kernels on a CUDA device, plain torch elsewhere. The same bits.
+
+A learner quantizes all its weights after every update and decodes them in every forward, so this is where QAT costs
+time: the kernels read and write each byte once. `dequantize` is an operator of its own, which `torch.compile` calls and
+does not look into.
+"""
+
+import importlib
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quads.quant import nvfp4
+from quads.quant.nvfp4 import GlobalScaleMode
+
+
+def _quantizer(device: torch.device) -> Any:
+    """The module whose `quantize`, `qdq` and `dequantize` serve this device."""
+    return importlib.import_module("quads.quant.kernels_pack") if device.type == "cuda" else nvfp4
+
+
+def weight_amax(w: Tensor) -> Tensor:
+    """Finite amax of what shares a global scale when nothing else does: [] for [N, K], [E, 1, 1] for [E, N, K]."""
+    if w.dim() not in (2, 3):
+        raise ValueError(f"a weight is [N, K] or [E, N, K], got {list(w.shape)}")
+    if w.device.type == "cuda" and w.numel():
+        return _quantizer(w.device).weight_amax(w).reshape((-1, 1, 1) if w.dim() == 3 else ())
+    return nvfp4.finite_amax(w, dim=(-2, -1) if w.dim() == 3 else None)
+
+
+def quantize(w: Tensor, g: Tensor, mode: GlobalScaleMode, gs: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """w [N, K] with g [], or [E, N, K] with g [E, 1, 1] -> packed, block scales, g: see `nvfp4.quantize`."""
+    if w.numel() == 0:
+        return nvfp4.quantize(w, g, mode, gs=gs)
+    packed, block_scale, _ = _quantizer(w.device).quantize(w, g, mode, gs=gs)
+    return packed, block_scale, g
+
+
+def qdq(w: Tensor, g: Tensor, mode: GlobalScaleMode, gs: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """`dequantize(*quantize(w, ...))` in `dtype`."""
+    return _quantizer(w.device).qdq(w, g, mode, gs=gs, dtype=dtype)
+
+
+@torch.library.custom_op("quads::dequantize_nvfp4", mutates_args=())
+def dequantize(packed: Tensor, block_scale: Tensor, g: Tensor, dtype: torch.dtype, num_columns: int) -> Tensor:
+    """The values [..., N, num_columns] in `dtype`: see `nvfp4.dequantize`."""
+    value = _quantizer(packed.device).dequantize(packed, block_scale, g, dtype, num_columns)
+    return value.contiguous()  # K that is no multiple of 16 comes as a view
+
+
+@dequantize.register_fake
+def _(packed: Tensor, block_scale: Tensor, g: Tensor, dtype: torch.dtype, num_columns: int) -> Tensor:
+    return packed.new_empty(*packed.shape[:-1], num_columns, dtype=dtype)
