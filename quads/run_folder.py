@@ -35,7 +35,7 @@ def open_run_folder(out: Path, cfg: Config, resume_step: int) -> None:
     else:
         for name in ("metrics.jsonl", "samples.jsonl"):
             _cut_rows(out / name, resume_step)
-    _replace(out / "config.toml", run_header() + "\n" + config_to_toml(cfg))
+    _replace(out / "config.toml", f"{run_header()}\n{config_to_toml(cfg)}".encode())
 
 
 def run_header() -> str:
@@ -75,13 +75,13 @@ def git_commit() -> str:
 def read_rows(path: Path) -> list[dict[str, Any]]:
     """Rows of a JSONL log. A last line that a killed process left half-written is passed over."""
     rows = []
-    lines = path.read_text(encoding="utf-8").split("\n")
+    lines = path.read_bytes().split(b"\n")
     for number, line in enumerate(lines):
         if not line.strip():
             continue
         try:
             rows.append(json.loads(line))
-        except json.JSONDecodeError:
+        except ValueError:  # not JSON, or cut within a character
             if number < len(lines) - 1:
                 raise
     return rows
@@ -103,15 +103,15 @@ def _cut_rows(path: Path, last_step: int) -> None:
     if not path.exists():
         return
     kept = []
-    for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
-        if not line.endswith("\n") or json.loads(line)["step"] > last_step:
-            break  # half-written, or of a step that will run again
-        kept.append(line)
-    _replace(path, "".join(kept))
+    for line in path.read_bytes().split(b"\n")[:-1]:  # what follows the last newline is half-written
+        if json.loads(line)["step"] > last_step:
+            break  # it will run again
+        kept.append(line + b"\n")
+    _replace(path, b"".join(kept))
 
 
-def _replace(path: Path, text: str) -> None:
+def _replace(path: Path, content: bytes) -> None:
     """Write a whole file or leave it as it was."""
     temporary = path.with_suffix(".tmp")
-    temporary.write_text(text, encoding="utf-8")
+    temporary.write_bytes(content)
     temporary.replace(path)

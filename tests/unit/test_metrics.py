@@ -143,3 +143,13 @@ def test_flops_of_a_token_against_a_hand_count() -> None:
     assert train_flops_per_token(1000, 2, 4, 8, 100) == 6 * 1000 + 3 * (2 * 2 * 4 * 8 * 50) * 2
     assert mfu(1e5, 1e9, torch.device("cpu")) is None
     assert 0.05 < peak_memory_gib(torch.device("cpu")) < 1000
+
+
+def test_rows_are_cut_at_newlines_alone_and_within_a_character(tmp_path: Path) -> None:
+    run(tmp_path, 1, 1)
+    separators = "a\u2028b\u2029c\x85d\x0be"  # line ends for str.splitlines; JSON may hold the first three as they are
+    rows = "".join(json.dumps({"step": step, "text": separators}, ensure_ascii=False) + "\n" for step in (1, 2, 3))
+    (tmp_path / "samples.jsonl").write_bytes(rows.encode() + '{"step": 4, "text": "é'.encode()[:-1])
+    assert [row["step"] for row in read_rows(tmp_path / "samples.jsonl")] == [1, 2, 3]
+    open_run_folder(tmp_path, QUIET, resume_step=2)
+    assert [row["text"] for row in read_rows(tmp_path / "samples.jsonl")] == [separators, separators]
