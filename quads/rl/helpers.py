@@ -12,16 +12,27 @@ import select
 import signal
 import struct
 import subprocess
-import sys
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
+T = TypeVar("T")
+U = TypeVar("U")
 HEADER = struct.Struct("<Q")
 START_S = 120.0  # a helper that is not ready by then will never be
 REPOSITORY = str(Path(__file__).resolve().parents[2])
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """How good a response is, in [0, 1], and how long it took to find out (waiting for a free helper left out)."""
+
+    reward: float
+    seconds: float
 
 
 class HelperError(Exception):
@@ -29,10 +40,10 @@ class HelperError(Exception):
 
 
 class Helper:
-    """One subprocess. It is started by the first `ask`, and again after a kill.
+    """One subprocess. It is started by the first `send`, and again after a kill.
 
     Args:
-        command: after the interpreter: `["-m", "quads.rl.judge"]`. It must send an empty frame when it is ready.
+        command: program and arguments; it must send an empty frame when it is ready.
         environment: the whole environment of the process.
     """
 
@@ -40,19 +51,31 @@ class Helper:
         self.command, self.environment = command, environment
         self._process: subprocess.Popen[bytes] | None = None
 
-    def ask(self, request: bytes, time_s: float) -> bytes | None:
-        """The reply, or None if there was none after time_s seconds or the process died: then it is gone."""
-        process = self._process or self._start()
+    def start(self) -> None:
+        """Start the process if it is not there. HelperError if it does not get ready."""
+        if self._process is None:
+            self._process = self._start()
+
+    def send(self, data: bytes, deadline: float) -> None:
+        """Write bytes as they are. TimeoutError after the deadline (time.monotonic), BrokenPipeError if it has died."""
+        assert self._process and self._process.stdin
+        fd = self._process.stdin.fileno()
+        view = memoryview(data)
+        while view:
+            _wait(fd, select.POLLOUT, deadline)
+            with contextlib.suppress(BlockingIOError):
+                view = view[os.write(fd, view) :]
+
+    def receive(self, deadline: float) -> bytes:
+        """The next frame. TimeoutError after the deadline, EOFError if it has died."""
+        (size,) = HEADER.unpack(self._read(HEADER.size, deadline))
+        return self._read(size, deadline)
+
+    def ask(self, request: bytes, time_s: float) -> bytes:
+        """Send one frame, get one frame."""
         deadline = time.monotonic() + time_s
-        try:
-            _write(process, HEADER.pack(len(request)) + request, deadline)
-            return _read_frame(process, deadline)
-        except (TimeoutError, EOFError, BrokenPipeError):
-            self.kill()
-            return None
-        except BaseException:
-            self.kill()
-            raise
+        self.send(HEADER.pack(len(request)) + request, deadline)
+        return self.receive(deadline)
 
     def kill(self) -> None:
         """End the process and everything in its session."""
@@ -67,34 +90,49 @@ class Helper:
                 pipe.close()
 
     def _start(self) -> subprocess.Popen[bytes]:
-        process = subprocess.Popen(
-            [sys.executable, *self.command],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            env=self.environment,
-            bufsize=0,
-            start_new_session=True,
-        )
+        try:
+            self._process = process = subprocess.Popen(
+                self.command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                env=self.environment,
+                bufsize=0,
+                start_new_session=True,
+            )
+        except OSError as error:
+            raise HelperError(f"{self.command[0]}: {error.strerror}") from None
         assert process.stdin and process.stdout and process.stderr
         for pipe in (process.stdin, process.stdout, process.stderr):
             os.set_blocking(pipe.fileno(), False)
-        self._process = process
         try:
-            _read_frame(process, time.monotonic() + START_S)
+            self.receive(time.monotonic() + START_S)
         except (TimeoutError, EOFError):
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(1)
             printed = (process.stderr.read() or b"").decode(errors="replace").strip()
             self.kill()
-            raise HelperError(printed or f"{self.command} did not start") from None
+            raise HelperError(printed.splitlines()[-1] if printed else "it did not start") from None
         return process
+
+    def _read(self, size: int, deadline: float) -> bytes:
+        assert self._process and self._process.stdout
+        fd = self._process.stdout.fileno()
+        chunks = []
+        while size:
+            _wait(fd, select.POLLIN, deadline)
+            chunk = os.read(fd, min(size, 1 << 20))
+            if not chunk:
+                raise EOFError
+            chunks.append(chunk)
+            size -= len(chunk)
+        return b"".join(chunks)
 
 
 class HelperPool:
-    """Several helpers; requests wait for a free one.
+    """Several helpers; work waits for a free one.
 
-    Example: `HelperPool(make, 8).run([b"1", b"2"], time_s=5.0)` -> the two replies in order, None where one failed.
+    Example: `HelperPool(make, 8).submit(lambda helper: helper.ask(b"1", 5.0))` -> a future of the reply.
     """
 
     def __init__(self, make: Callable[[], Helper], workers: int):
@@ -105,13 +143,12 @@ class HelperPool:
         self._lock = threading.Lock()
         self._threads = ThreadPoolExecutor(workers, thread_name_prefix="helper")
 
-    def submit(self, request: bytes, time_s: float) -> "Future[bytes | None]":
-        """Ask some helper; the future holds its reply or None. HelperError if helpers cannot start."""
-        return self._threads.submit(self._ask, request, time_s)
+    def submit(self, work: Callable[[Helper], T]) -> "Future[tuple[T | None, float]]":
+        """Do `work` with some helper -> a future of (its result, the seconds it took).
 
-    def run(self, requests: Iterable[bytes], time_s: float) -> list[bytes | None]:
-        """`submit` each and wait for all."""
-        return [future.result() for future in [self.submit(request, time_s) for request in requests]]
+        The result is None if the helper ran out of time (it is killed) or died.
+        """
+        return self._threads.submit(self._do, work)
 
     def close(self) -> None:
         """Kill all helpers and drop what waits."""
@@ -121,17 +158,46 @@ class HelperPool:
                 helper.kill()
         self._threads.shutdown(wait=True)
 
-    def _ask(self, request: bytes, time_s: float) -> bytes | None:
+    def _do(self, work: Callable[[Helper], T]) -> tuple[T | None, float]:
         try:
             helper = self._idle.get_nowait()
         except queue.Empty:
             helper = self._make()
             with self._lock:
                 self._helpers.append(helper)
+        started = time.monotonic()
         try:
-            return helper.ask(request, time_s)
+            helper.start()
+            started = time.monotonic()
+            result = work(helper)
+        except (TimeoutError, EOFError, BrokenPipeError):
+            helper.kill()
+            result = None
+        except BaseException:
+            helper.kill()
+            raise
         finally:
             self._idle.put(helper)
+        return result, time.monotonic() - started
+
+
+def then(future: "Future[T]", change: Callable[[T], U]) -> "Future[U]":
+    """A future of `change(result)`; errors and cancellation pass on."""
+    changed: Future[U] = Future()
+
+    def done(finished: "Future[T]") -> None:
+        if finished.cancelled():
+            changed.cancel()
+        elif error := finished.exception():
+            changed.set_exception(error)
+        else:
+            try:
+                changed.set_result(change(finished.result()))
+            except BaseException as failure:
+                changed.set_exception(failure)
+
+    future.add_done_callback(done)
+    return changed
 
 
 def default_workers(wanted: int) -> int:
@@ -145,30 +211,3 @@ def _wait(fd: int, event: int, deadline: float) -> None:
     left = deadline - time.monotonic()
     if left <= 0 or not poller.poll(left * 1000):
         raise TimeoutError
-
-
-def _write(process: subprocess.Popen[bytes], data: bytes, deadline: float) -> None:
-    assert process.stdin
-    view = memoryview(data)
-    while view:
-        _wait(process.stdin.fileno(), select.POLLOUT, deadline)
-        with contextlib.suppress(BlockingIOError):
-            view = view[os.write(process.stdin.fileno(), view) :]
-
-
-def _read(process: subprocess.Popen[bytes], size: int, deadline: float) -> bytes:
-    assert process.stdout
-    chunks = []
-    while size:
-        _wait(process.stdout.fileno(), select.POLLIN, deadline)
-        chunk = os.read(process.stdout.fileno(), min(size, 1 << 20))
-        if not chunk:
-            raise EOFError
-        chunks.append(chunk)
-        size -= len(chunk)
-    return b"".join(chunks)
-
-
-def _read_frame(process: subprocess.Popen[bytes], deadline: float) -> bytes:
-    (size,) = HEADER.unpack(_read(process, HEADER.size, deadline))
-    return _read(process, size, deadline)

@@ -3,10 +3,11 @@
 import json
 import os
 import pickle
+import sys
 from concurrent.futures import Future
 from typing import Any
 
-from quads.rl.helpers import REPOSITORY, Helper, HelperPool, default_workers
+from quads.rl.helpers import REPOSITORY, Helper, HelperPool, Verdict, default_workers, then
 
 # A judge needs the interpreter and its packages, nothing of the user's environment.
 KEPT_VARIABLES = ("PATH", "LD_LIBRARY_PATH", "LANG", "TMPDIR", "HOME")
@@ -15,30 +16,22 @@ KEPT_VARIABLES = ("PATH", "LD_LIBRARY_PATH", "LANG", "TMPDIR", "HOME")
 class JudgePool:
     """Scores by mathematics and by reasoning-gym's own rules, several at once. A judge that hangs is killed: reward 0.
 
-    Example: `JudgePool(2, 5.0).submit("math", "1/2", "so \\\\boxed{0.5}", False).result()` -> 1.0
+    Example: `JudgePool(2, 5.0).submit("math", "1/2", "so \\\\boxed{0.5}", False).result().reward` -> 1.0
     """
 
     def __init__(self, workers: int = 0, time_s: float = 5.0):
         self.time_s = time_s
         kept = {name: os.environ[name] for name in KEPT_VARIABLES if name in os.environ}
         environment = {**kept, "PYTHONPATH": REPOSITORY, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-        self._pool = HelperPool(lambda: Helper(["-m", "quads.rl.judge"], environment), default_workers(workers))
+        self._pool = HelperPool(
+            lambda: Helper([sys.executable, "-m", "quads.rl.judge"], environment), default_workers(workers)
+        )
 
-    def submit(self, *request: Any) -> "Future[float]":
-        """One request of `quads.rl.judge`; the future holds the reward."""
-        reply: Future[float] = Future()
-
-        def done(raw: "Future[bytes | None]") -> None:
-            if raw.cancelled():
-                reply.cancel()
-            elif error := raw.exception():
-                reply.set_exception(error)
-            else:
-                answer = raw.result()
-                reply.set_result(float(json.loads(answer)["reward"]) if answer else 0.0)
-
-        self._pool.submit(pickle.dumps(request), self.time_s).add_done_callback(done)
-        return reply
+    def submit(self, *request: Any) -> "Future[Verdict]":
+        """One request of `quads.rl.judge`."""
+        data = pickle.dumps(request)
+        asked = self._pool.submit(lambda judge: judge.ask(data, self.time_s))
+        return then(asked, lambda reply: Verdict(json.loads(reply[0])["reward"] if reply[0] else 0.0, reply[1]))
 
     def close(self) -> None:
         self._pool.close()
@@ -61,7 +54,7 @@ class AnswerCheck:
         if unknown:
             self._pool = self._pool or JudgePool(self.workers)
             futures = [self._pool.submit("readable", answer) for answer in unknown]
-            self._known.update({a: future.result() == 1.0 for a, future in zip(unknown, futures, strict=True)})
+            self._known.update({a: future.result().reward == 1.0 for a, future in zip(unknown, futures, strict=True)})
         return [self._known.get(answer, True) for answer in answers]
 
     def close(self) -> None:

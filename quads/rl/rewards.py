@@ -1,14 +1,31 @@
 """Rewards of a batch of responses, computed in other processes beside the rollout.
 
-`exact` compares text here; `math` and `task` go to judges (judges.py). What cannot be judged in time is worth 0.
+`exact` compares text here; `math` and `task` go to judges (judges.py), `code` to sandboxes (sandbox.py). What cannot be
+judged in time is worth 0.
+
+    python -m quads.rl.rewards math FILE    rows {response, answer}
+    python -m quads.rl.rewards code FILE    rows {response, tests: [{input, output}]}: stdin, stdout
+
+print one JSON object a row, in order: reward (1.0 or 0.0) and seconds. Options: --sandbox none, --time-s SECONDS.
 """
 
+import argparse
+import dataclasses
+import json
 import re
 from concurrent.futures import Future
+from pathlib import Path
 from typing import Any
 
 from quads.config_sections import RewardSettings
+from quads.errors import main_guard
+from quads.rl.code_reward import submit_program
+from quads.rl.code_tests import parse_tests
+from quads.rl.helpers import Verdict
 from quads.rl.judges import JudgePool
+from quads.rl.rows import BadRow, refuse_bad_rows
+from quads.rl.sandbox import Sandbox
+from quads.rl.sources import read_jsonl
 from quads.types import Example
 
 
@@ -21,20 +38,25 @@ class RewardPool:
     def __init__(self, settings: RewardSettings | None = None):
         self.settings = settings or RewardSettings()
         self._judges: JudgePool | None = None
+        self._sandbox: Sandbox | None = None
 
-    def submit(self, example: Example, text: str) -> "Future[float]":
-        """Start scoring one response; the future holds its reward in [0, 1]."""
+    def submit(self, example: Example, text: str) -> "Future[Verdict]":
+        """Start scoring one response."""
         kind = example.meta["reward"]
         if kind == "math":
             return self.judges.submit("math", example.answer, text, example.meta.get("percent_as_unit", False))
+        if kind == "code":
+            return submit_program(self.sandbox, example.answer, text, example.meta.get("code_score", "all"))
         answer = tagged(text, example.meta.get("answer_tag", ""))
         if kind == "task":
             return self.judges.submit("task", example.meta["dataset"], example.meta["params"], example.answer, answer)
-        return _done(float(answer is not None and answer == example.answer))
+        verdict: Future[Verdict] = Future()
+        verdict.set_result(Verdict(float(answer is not None and answer == example.answer), 0.0))
+        return verdict
 
     def score_batch(self, batch: list[tuple[Example, str]]) -> list[float]:
         """Rewards of (example, response text) pairs, in order."""
-        return [future.result() for future in [self.submit(example, text) for example, text in batch]]
+        return [future.result().reward for future in [self.submit(example, text) for example, text in batch]]
 
     @property
     def judges(self) -> JudgePool:
@@ -42,10 +64,17 @@ class RewardPool:
             self._judges = JudgePool(self.settings.workers, self.settings.judge_time_s)
         return self._judges
 
+    @property
+    def sandbox(self) -> Sandbox:
+        if self._sandbox is None:
+            self._sandbox = Sandbox(self.settings)
+        return self._sandbox
+
     def close(self) -> None:
-        """Kill the processes."""
-        if self._judges:
-            self._judges.close()
+        """Kill the processes and what runs in them."""
+        for pool in (self._judges, self._sandbox):
+            if pool:
+                pool.close()
 
 
 def tagged(text: str, tag: str) -> str | None:
@@ -56,7 +85,61 @@ def tagged(text: str, tag: str) -> str | None:
     return found[-1].strip() if found else None
 
 
-def _done(value: Any) -> "Future[Any]":
-    future: Future[Any] = Future()
-    future.set_result(value)
-    return future
+# ---- the command
+
+
+@main_guard
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m quads.rl.rewards", description="Score responses of a JSONL file.")
+    parser.add_argument("kind", choices=("math", "code"))
+    parser.add_argument("file", type=Path)
+    parser.add_argument("--sandbox", default="auto", help="auto, namespaces, bubblewrap, landlock or none")
+    parser.add_argument("--time-s", type=float, default=None, help="seconds for one answer, or one test of a program")
+    parser.add_argument("--workers", type=int, default=0, help="processes (default: one for each core)")
+    options = parser.parse_args(argv)
+    examples = read_examples(options.kind, options.file)
+    settings = RewardSettings(sandbox=options.sandbox, workers=options.workers)
+    if options.time_s:
+        settings = dataclasses.replace(settings, judge_time_s=options.time_s, code_time_s=options.time_s)
+    pool = RewardPool(settings)
+    try:
+        for future in [pool.submit(example, response) for example, response in examples]:
+            verdict = future.result()
+            print(json.dumps({"reward": verdict.reward, "seconds": round(verdict.seconds, 4)}), flush=True)
+    finally:
+        pool.close()
+
+
+def read_examples(kind: str, file: Path) -> list[tuple[Example, str]]:
+    """The rows of the command's input file. UserError that lists the bad ones by line."""
+    examples, bad, total = [], [], 0
+    for number, row in read_jsonl(file, "FILE"):
+        total += 1
+        try:
+            examples.append(_read_example(kind, number, row))
+        except (BadRow, ValueError) as reason:
+            bad.append((number, str(reason)))
+    refuse_bad_rows(str(file), "line", bad, total)
+    return examples
+
+
+def _read_example(kind: str, number: int, row: Any) -> tuple[Example, str]:
+    if isinstance(row, BadRow):
+        raise row
+    wanted = "answer" if kind == "math" else "tests"
+    if not isinstance(row, dict) or not {"response", wanted} <= row.keys():
+        raise BadRow(f"must be an object with response and {wanted}")
+    if not isinstance(row["response"], str):
+        raise BadRow("response must be text")
+    answer = row[wanted]
+    if kind == "code":
+        answer = parse_tests(answer, "pairs")
+    elif isinstance(answer, bool) or not isinstance(answer, str | int | float):
+        raise BadRow("answer must be text or a number")
+    else:
+        answer = str(answer)
+    return Example(str(number), str(kind), "", [], answer, {"reward": kind}), row["response"]
+
+
+if __name__ == "__main__":
+    main()

@@ -68,8 +68,7 @@ def read_rows(
     Raises:
         UserError: after the last row, if any was bad; lists the first ten.
     """
-    bad: list[str] = []
-    bad_count = 0
+    bad: list[tuple[int, str]] = []
     seen_ids: dict[str, int] = {}
     total = 0
     for number, values in raw:
@@ -85,16 +84,22 @@ def read_rows(
                 raise BadRow(f"id {row.id!r} is already that of {unit} {seen_ids[row.id]}")
             seen_ids[row.id] = number
         except BadRow as reason:
-            bad_count += 1
-            if len(bad) < SHOWN:
-                bad.append(f"  {unit} {number}: {reason}")
+            bad.append((number, str(reason)))
             continue
         if not bad:
             yield row
-    if bad:
-        more = [f"  ... and {bad_count - SHOWN} more"] if bad_count > SHOWN else []
-        head = f"[sources.{name}] {place}: {bad_count} of {total} rows cannot be used; correct or remove them:"
-        raise UserError("\n".join([head, *bad, *more]))
+    refuse_bad_rows(f"[sources.{name}] {place}", unit, bad, total)
+
+
+def refuse_bad_rows(place: str, unit: str, bad: list[tuple[int, str]], total: int) -> None:
+    """UserError that lists the first ten of `bad` (row number, reason), if there is any."""
+    if not bad:
+        return
+    lines = [f"  {unit} {number}: {reason}" for number, reason in bad[:SHOWN]]
+    if len(bad) > SHOWN:
+        lines.append(f"  ... and {len(bad) - SHOWN} more")
+    head = f"{place}: {len(bad)} of {total} rows cannot be used; correct or remove them:"
+    raise UserError("\n".join([head, *lines]))
 
 
 def _read_row(name: str, settings: SourceSettings, values: Any, number: int, where: str) -> Row | None:

@@ -32,7 +32,9 @@ class RowReader:
         settings = self.settings
         if settings.kind == "jsonl":
             path = (settings.eval_path if self.test else "") or settings.path
-            yield from read_rows(self.name, settings, _jsonl(self.name, Path(path)), path, "line", self.dropped)
+            yield from read_rows(
+                self.name, settings, read_jsonl(Path(path), f"[sources.{self.name}] path"), path, "line", self.dropped
+            )
             return
         data, place = load_hub(self.name, settings, self.test, streaming=False)
         columns = _existing_columns(data, settings)
@@ -61,11 +63,11 @@ def load_hub(name: str, settings: SourceSettings, test: bool, streaming: bool) -
                 raise UserError(f"{where}: no such file")
             data = datasets.load_dataset(FORMATS[suffix], data_files={split: dataset}, split=split, streaming=streaming)
             return data, dataset
-        if Path(dataset).is_dir() and (Path(dataset) / "dataset_info.json").is_file():
-            data = datasets.load_from_disk(dataset)
-            return (data.to_iterable_dataset() if streaming else data), place
-        if Path(dataset).is_dir() and (Path(dataset) / "dataset_dict.json").is_file():
-            data = datasets.load_from_disk(dataset)[split]
+        saved = Path(dataset)
+        if (saved / "dataset_dict.json").is_file():  # written by save_to_disk
+            saved = saved / split
+        if (saved / "dataset_info.json").is_file() and (saved / "state.json").is_file():
+            data = datasets.Dataset.load_from_disk(str(saved))
             return (data.to_iterable_dataset() if streaming else data), place
         return datasets.load_dataset(dataset, settings.subset or None, split=split, streaming=streaming), place
     except UserError:
@@ -115,8 +117,8 @@ class StreamRows:
                 return row
 
 
-def _jsonl(name: str, path: Path) -> Iterator[tuple[int, Any]]:
-    """(line number, object or BadRow); blank lines are passed over."""
+def read_jsonl(path: Path, where: str) -> Iterator[tuple[int, Any]]:
+    """(line number, object or BadRow); blank lines are passed over. where: what the path is called in an error."""
     try:
         with path.open("rb") as file:
             for number, line in enumerate(file, 1):
@@ -131,7 +133,7 @@ def _jsonl(name: str, path: Path) -> Iterator[tuple[int, Any]]:
                 except RecursionError:
                     yield number, BadRow("is not usable JSON: nested too deeply")
     except OSError as error:
-        raise UserError(f"[sources.{name}] path = {str(path)!r} cannot be read: {error.strerror}") from None
+        raise UserError(f"{where} = {str(path)!r} cannot be read: {error.strerror}") from None
 
 
 def _existing_columns(data: Any, settings: SourceSettings) -> list[str]:

@@ -9,7 +9,7 @@ left out and counted, whether they come from files or are generated.
 
 import itertools
 from collections.abc import Container, Iterable, Iterator
-from typing import Protocol
+from typing import Any, Protocol
 
 from quads.config_sections import SourceSettings, TaskSettings
 from quads.errors import UserError
@@ -73,7 +73,7 @@ class Task:
 
     def _example(self, name: str, row: Row, prompt: str | list[dict[str, str]], ids: list[int]) -> Example:
         settings = self._settings[name]
-        meta = {"reward": settings.reward, "answer_tag": settings.answer_tag}
+        meta: dict[str, Any] = {"reward": settings.reward, "answer_tag": settings.answer_tag}
         answer = row.answer
         if settings.reward == "code":
             answer = parse_tests(answer, settings.code_format)
