@@ -20,7 +20,7 @@ import torch
 
 from benchmarks.timing import graph_us
 from quads.quant import kernels
-from quads.quant.kernels_gemm import w4_gemm_kernel
+from quads.quant.kernels_gemm import prefetch_tiles, w4_gemm_kernel
 from quads.quant.kernels_moe import max_blocks, route
 from quads.quant.kernels_quantize import Operand
 from quads.quant.kernels_tune import Tile
@@ -30,7 +30,7 @@ SHAPES = {"w13": (2 * WIDTH, HIDDEN), "w2": (HIDDEN, WIDTH), "qkv": (5120, 2048)
 MODES = {"w13": "gather", "w2": "scatter", "qkv": "dense", "o": "dense"}
 ROUTED = {1: (8,), 16: (8,), 64: (8, 16), 256: (16, 32), 1024: (32, 64), 4096: (64, 128)}
 DENSE = {1: (8,), 16: (8, 16), 64: (16, 32, 64), 256: (32, 64), 1024: (64, 128), 4096: (64, 128)}
-NUMBERS = ("n_rows", "N", "NB", "KB", "stride_x", "stride_out")
+NUMBERS = ("n_rows", "N", "NB", "KB", "stride_x", "stride_out", "experts")
 CLASS_ENDS = {1: 0.5, 16: 2, 64: 6, 256: 24, 1024: 96, 4096: None}  # tokens per expert
 
 
@@ -58,7 +58,15 @@ def arguments(layer: str, tokens: int, bm: int, tile: Tile, residual: bool) -> d
     routed = layer in ("w13", "w2")
     pairs = tokens * TOP_K if routed else tokens
     stride_out = {"w13": WIDTH, "w2": HIDDEN}.get(layer, n)
-    numbers = {"n_rows": pairs, "N": n, "NB": -(-n // 128), "KB": -(-k // 128), "stride_x": k, "stride_out": stride_out}
+    numbers = {
+        "n_rows": pairs,
+        "N": n,
+        "NB": -(-n // 128),
+        "KB": -(-k // 128),
+        "stride_x": k,
+        "stride_out": stride_out,
+        "experts": EXPERTS,
+    }
     constants = {
         "TOP_K": TOP_K if layer == "w13" else 1,
         "BM": bm,
@@ -67,6 +75,7 @@ def arguments(layer: str, tokens: int, bm: int, tile: Tile, residual: bool) -> d
         "MODE": MODES[layer],
         "SCALED": True,
         "RESIDUAL": residual,
+        "PREFETCH": prefetch_tiles(MODES[layer], pairs, EXPERTS),
         "ASM": True,
         "num_warps": tile.warps,
         "num_stages": tile.stages,

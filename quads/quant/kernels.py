@@ -19,13 +19,13 @@ from torch import Tensor
 
 from quads.errors import UserError
 from quads.quant import kernels_native
-from quads.quant.kernels_gemm import w4_gemm_kernel
+from quads.quant.kernels_gemm import prefetch_tiles, w4_gemm_kernel
 from quads.quant.kernels_layout import TILE
 from quads.quant.kernels_math import compiled
 from quads.quant.kernels_moe import Routing, combine, route
+from quads.quant.kernels_pack import dequantize, qdq, quantize
 from quads.quant.kernels_quantize import Compensation, Operand, quantize_activations, reorder_activations
 from quads.quant.kernels_tune import Layer, ShapeClass, Tile, shape_class, tile
-from quads.quant.kernels_pack import dequantize, qdq, quantize
 from quads.quant.kernels_weight import KernelWeight
 from quads.quant.residual import PackedPair, Selection
 
@@ -87,13 +87,21 @@ def _operand(
     live: Tensor | None,
     stored: bool = False,
     slots: tuple[Tensor, int] | None = None,
+    after_route: bool = False,
 ) -> Operand:
     """The activations of one GEMM at a precision."""
     if precision == "w4a16":
-        return Operand(x, None, None, False) if stored else reorder_activations(x, weight.k)
+        return Operand(x, None, None, False) if stored else reorder_activations(x, weight.k, after_route)
     chosen = compensation if precision == "w4a4_residual" else None
     operand, _ = quantize_activations(
-        x, weight.k, chosen, live, codes=weight.path == "native_fp4", stored=stored, slots=slots
+        x,
+        weight.k,
+        chosen,
+        live,
+        codes=weight.path == "native_fp4",
+        stored=stored,
+        slots=slots,
+        after_route=after_route,
     )
     return operand
 
@@ -135,6 +143,7 @@ def _gemm(
             kb,
             operand.data.stride(0),
             out.stride(0),
+            weight.experts,
             TOP_K=top_k,
             BM=row.bm,
             BN=choice.bn,
@@ -142,9 +151,11 @@ def _gemm(
             MODE=mode,
             SCALED=operand.scale is not None,
             RESIDUAL=operand.residual,
+            PREFETCH=prefetch_tiles(mode, n_rows, weight.experts),
             ASM=compiled(),
             num_warps=choice.warps,
             num_stages=choice.stages,
+            launch_pdl=compiled(),
         )
 
     run(tile(row, layer, name, weight.n, weight.k, run))
@@ -195,7 +206,7 @@ def moe(
     blocks, pairs = routing.expert.numel(), routing.pairs
 
     hidden = torch.empty(blocks * row.bm, w13.hidden_width, dtype=torch.bfloat16, device=x_TH.device)
-    operand = _operand(x_TH, w13, at["w13"], compensation, live)
+    operand = _operand(x_TH, w13, at["w13"], compensation, live, after_route=True)
     _gemm(operand, w13, hidden, "w13", row, name, blocks, pairs, routing, top_k)
 
     live_slots = (routing.rows < pairs).view(torch.uint8) if at["w2"] == "w4a4_residual" else None

@@ -13,6 +13,7 @@ Legend: BN weight rows of a tile, BM tokens of a tile, MB = BM or 2 BM (with res
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 _DECODE = tl.constexpr(
     """
@@ -59,6 +60,21 @@ fma.rn.bf16x2 $1, hi, f, z;
 """
 )
 """Four E4M3 bytes -> bfloat16 s * 2**118: shifted by 4 they read as s * 2**-120, then times 2**119 twice."""
+
+
+@triton.jit
+def wait_for_previous(ASM: tl.constexpr):
+    """Programmatic dependent launch: every kernel of a layer is launched while the one before it still runs, and waits
+    here until that one has finished. As each waits, everything earlier has finished too. Elsewhere it does nothing."""
+    if ASM:
+        gdc_wait()
+
+
+@triton.jit
+def start_next(ASM: tl.constexpr):
+    """Lets the next kernel's programs take the places that this one's no longer need; they wait for its end."""
+    if ASM:
+        gdc_launch_dependents()
 
 
 @triton.jit
@@ -127,6 +143,19 @@ def silu_mul(gate, up, ASM: tl.constexpr):
 
 
 @triton.jit
+def _prefetch(w_ptr, s_ptr, first_tile, row, KB, BN: tl.constexpr, TILES: tl.constexpr):
+    """Bring the first TILES weight tiles of a program (BN rows from `row`) into the L2 cache; changes nothing else."""
+    line = tl.arange(0, TILES * BN // 2)
+    tile = first_tile + tl.minimum(line // (BN // 2), KB - 1)
+    address = w_ptr + tile.to(tl.int64) * 4096 + row * 32 + (line % (BN // 2)) * 64
+    tl.inline_asm_elementwise("prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [address], tl.int32, False, 1)
+    line = tl.arange(0, TILES * BN // 16)
+    tile = first_tile + tl.minimum(line // (BN // 16), KB - 1)
+    address = s_ptr + tile.to(tl.int64) * 1024 + row * 8 + (line % (BN // 16)) * 128
+    tl.inline_asm_elementwise("prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [address], tl.int32, False, 1)
+
+
+@triton.jit
 def w4_gemm_kernel(
     x_ptr,
     x_scale_ptr,
@@ -142,6 +171,7 @@ def w4_gemm_kernel(
     KB,
     stride_x,
     stride_out,
+    experts,
     TOP_K: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
@@ -149,6 +179,7 @@ def w4_gemm_kernel(
     MODE: tl.constexpr,
     SCALED: tl.constexpr,
     RESIDUAL: tl.constexpr,
+    PREFETCH: tl.constexpr,
     ASM: tl.constexpr,
 ):
     """One [BN, BM] tile of W x^T, all of K.
@@ -157,7 +188,7 @@ def w4_gemm_kernel(
          "gather":  slots are sorted by expert; x row = rows[slot] // TOP_K; out[slot, :] = SwiGLU of the gate/up rows.
          "scatter": x row = slot; writes out[rows[slot], n].
     rows[slot] >= n_rows marks a padding slot; expert[block] < 0 an unused block. SCALED: x_scale holds one fp32 factor a
-    row. RESIDUAL: x and x_scale hold 2R rows, main then residual, R = the rows of main (n_rows / TOP_K, or the slots).
+    row. PREFETCH: weight tiles to fetch early. RESIDUAL: x and x_scale hold 2R rows, main then residual, R = the rows of main (n_rows / TOP_K, or the slots).
     """
     MB: tl.constexpr = 2 * BM if RESIDUAL else BM
     CW: tl.constexpr = 32 * KSTEP
@@ -165,8 +196,22 @@ def w4_gemm_kernel(
     pid = tl.program_id(0)
     block = pid // tiles_n
     n0 = (pid % tiles_n) * BN
+    # Memory is idle while the kernels before this one run, so weights start moving before the wait. "scatter" knows its
+    # expert: the routing map was complete when the "gather" GEMM called start_next, which it does after its wait.
+    # "gather" does not; with more pairs than experts, block b belongs to an expert near b, and all are needed.
     expert = 0
-    if MODE != "dense":
+    if MODE == "scatter":
+        start_next(ASM)
+        expert = tl.load(expert_ptr + block)
+    if PREFETCH > 0 and ASM:
+        near = expert if MODE != "gather" else block
+        if (near >= 0) & (near < experts):
+            _prefetch(w_ptr, s_ptr, (near * NB + n0 // 128) * KB, n0 % 128, KB, BN, PREFETCH)
+    if MODE == "dense":
+        start_next(ASM)
+    wait_for_previous(ASM)
+    if MODE == "gather":
+        start_next(ASM)
         expert = tl.load(expert_ptr + block)
     if expert < 0:
         return
@@ -243,3 +288,11 @@ def w4_gemm_kernel(
         n = n0 + tl.arange(0, BN)
         keep = (out_row < n_rows)[None, :] & (n < N)[:, None]
         tl.store(out_ptr + out_row.to(tl.int64)[None, :] * stride_out + n[:, None], to_bf16(acc, ASM), mask=keep)
+
+
+def prefetch_tiles(mode: str, pairs: int, experts: int) -> int:
+    """How many K tiles of its weights a program fetches early (a power of two, 0: none): not while few experts are hit,
+    and not for prefill, which is bound by arithmetic."""
+    if mode == "dense":
+        return 8 if pairs <= 256 else 0
+    return 8 if experts <= pairs <= 32 * experts else 0

@@ -122,8 +122,13 @@ def keep_top(key, index, keep, TOP_BIT: tl.constexpr, INDEX_BITS: tl.constexpr):
     """True at the `keep` largest keys (int >= 0, below 2 << TOP_BIT), of equal ones at the lowest index."""
     threshold = tl.zeros((), dtype=key.dtype)
     one = threshold + 1
-    for i in range(TOP_BIT + 1):  # the largest threshold that at least `keep` keys reach, bit by bit
-        candidate = threshold | (one << (TOP_BIT - i))
+    # The largest threshold that at least `keep` keys reach, bit by bit, down to the lowest bit that any key has set:
+    # residuals of bfloat16 numbers leave about half of an fp32 mantissa empty.
+    lowest = tl.min(tl.ravel(tl.where(key == 0, (one << TOP_BIT), key & -key)))
+    bit = one << TOP_BIT
+    while bit >= lowest:
+        candidate = threshold | bit
+        bit = bit >> 1
         count = tl.sum(tl.ravel((key >= candidate).to(tl.int32)))
         threshold = tl.where(count >= keep, candidate, threshold)
     missing = keep - tl.sum(tl.ravel((key > threshold).to(tl.int32)))

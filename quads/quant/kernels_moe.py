@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quads.quant.kernels_gemm import to_bf16
+from quads.quant.kernels_gemm import start_next, to_bf16, wait_for_previous
 from quads.quant.kernels_math import compiled
 
 
@@ -54,9 +54,12 @@ def route_kernel(
     CHUNK: tl.constexpr,
     BM: tl.constexpr,
     HAS_LIVE: tl.constexpr,
+    ASM: tl.constexpr,
 ):
     """Program e writes the slots of expert e: rows[slot] = flat index, or n_pairs in padding slots; expert[block] = e,
     or -1 for blocks that nobody uses. Every program counts all ids itself, so one launch is enough."""
+    wait_for_previous(ASM)
+    start_next(ASM)  # after the wait: the next kernel may rely on all earlier ones having finished (AFTER_ROUTE)
     e = tl.program_id(0)
     bins = tl.arange(0, BINS)
     lane = tl.arange(0, CHUNK)
@@ -100,6 +103,8 @@ def combine_kernel(
 ):
     """out[t] = sum over a of gate[t, a] * y[t, a], each product rounded to bfloat16 as torch does, the sum in fp32 in
     the order of the token's list. Dead tokens give 0."""
+    start_next(ASM)
+    wait_for_previous(ASM)
     t = tl.program_id(0)
     h = tl.program_id(1) * BH + tl.arange(0, BH)
     total = tl.zeros((BH,), dtype=tl.float32)
@@ -134,7 +139,9 @@ def route(ids_TA: Tensor, experts: int, bm: int, live_T: Tensor | None = None) -
         CHUNK=chunk,
         BM=bm,
         HAS_LIVE=live_T is not None,
+        ASM=compiled(),
         num_warps=4,
+        launch_pdl=compiled(),
     )
     return Routing(rows, expert, pairs, bm)
 
@@ -159,5 +166,6 @@ def combine(y_RH: Tensor, ids_TA: Tensor, gates_TA: Tensor, experts: int, live_T
         ASM=compiled(),
         num_warps=4,
         enable_fp_fusion=False,
+        launch_pdl=compiled(),
     )
     return out

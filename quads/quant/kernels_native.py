@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quads.quant.kernels_gemm import silu_mul, to_bf16
+from quads.quant.kernels_gemm import silu_mul, start_next, to_bf16, wait_for_previous
 from quads.quant.kernels_math import compiled, e4m3_decode
 from quads.quant.kernels_moe import Routing
 from quads.quant.kernels_quantize import Operand
@@ -70,6 +70,8 @@ def native_gemm_kernel(
     bytes, w uint8 [E, N, K/2], s float8_e4m3fn [E, N, K/16]."""
     MB: tl.constexpr = 2 * BM if RESIDUAL else BM
     tiles_n = tl.cdiv(N, BN)
+    wait_for_previous(ASM)
+    start_next(ASM)
     pid = tl.program_id(0)
     block = pid // tiles_n
     n = (pid % tiles_n) * BN + tl.arange(0, BN)
@@ -172,4 +174,5 @@ def launch(
         ASM=compiled(),
         num_warps=4,
         num_stages=3,
+        launch_pdl=compiled(),
     )

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from quads.quant.kernels_gemm import start_next, wait_for_previous
 from quads.quant.kernels_layout import padded
 from quads.quant.kernels_math import (
     INF_BITS,
@@ -50,6 +51,7 @@ def rows_kernel(
     RESIDUAL: tl.constexpr,
     INDEX_BITS: tl.constexpr,
     HAS_SLOTS: tl.constexpr,
+    AFTER_ROUTE: tl.constexpr,
     ASM: tl.constexpr,
 ):
     """One row of activations per program: Q_A(x), and Q_A(R) with RESIDUAL "mask" (mask_ptr uint8 [K] given), "token"
@@ -57,8 +59,12 @@ def rows_kernel(
 
     CODES: packed codes [T, width/2] and scale bytes [T, width/16]. Otherwise bfloat16 values [T, width] in the GEMM's
     order. The residual is masked, except codes with WHOLE. scale_ptr: fp32 [2T], g of x, then g of R. With HAS_SLOTS, rows
-    whose slot entry is `slots_end` (padding of a routing map) are skipped.
+    whose slot entry is `slots_end` (padding of a routing map) are skipped. AFTER_ROUTE: the kernel before this one is the
+    routing map, which is not read here; it waited for the producer of x, so this one only waits at its end.
     """
+    start_next(ASM)
+    if not AFTER_ROUTE:
+        wait_for_previous(ASM)
     row = tl.program_id(0).to(tl.int64)
     if HAS_SLOTS:
         if tl.load(slots_ptr + row) >= slots_end:
@@ -101,17 +107,24 @@ def rows_kernel(
         else:
             kept_values = tl.where(kept, values(magnitude, scale, r), 0.0)
             store_values(residual_ptr + row * width, kept_values, width, KP, STORED, ASM)
+    if AFTER_ROUTE:
+        wait_for_previous(ASM)
 
 
 @triton.jit
-def reorder_kernel(x_ptr, out_ptr, K, width, stride_x, KP: tl.constexpr):
+def reorder_kernel(x_ptr, out_ptr, K, width, stride_x, KP: tl.constexpr, AFTER_ROUTE: tl.constexpr, ASM: tl.constexpr):
     """bfloat16 rows -> the GEMM's column order, padding columns 0 (activations that stay in 16 bits)."""
+    start_next(ASM)
+    if not AFTER_ROUTE:
+        wait_for_previous(ASM)
     row = tl.program_id(0).to(tl.int64)
     position = tl.arange(0, KP)
     p = position % 128
     column = position - p + (p % 8) * 16 + ((p // 8) % 4) * 4 + p // 32
     x = tl.load(x_ptr + row * stride_x + column, mask=column < K, other=0.0)
     tl.store(out_ptr + row * width + position, x, mask=position < width)
+    if AFTER_ROUTE:
+        wait_for_previous(ASM)
 
 
 class Operand(NamedTuple):
@@ -153,6 +166,7 @@ def quantize_activations(
     whole: bool = False,
     stored: bool = False,
     slots: tuple[Tensor, int] | None = None,
+    after_route: bool = False,
 ) -> tuple[Operand, Tensor | None]:
     """Q_A of the rows of x (bf16 or fp32 [R, >= k], unit stride in K), and the compensating operand.
 
@@ -174,7 +188,10 @@ def quantize_activations(
     if compensation is not None:
         mode = "token" if compensation.selection == "token" else "mask"
         if mode == "mask":
-            mask = select(x_RK, k, budget(k, compensation), compensation.selection == "block", live_R, stored)
+            mask = select(
+                x_RK, k, budget(k, compensation), compensation.selection == "block", live_R, stored, after_route
+            )
+            after_route = False
         elif codes:
             mask = torch.empty(rows, k, dtype=torch.uint8, device=device)
     unused = scale
@@ -201,17 +218,30 @@ def quantize_activations(
         RESIDUAL=mode,
         INDEX_BITS=kp.bit_length() - 1,
         HAS_SLOTS=slots is not None,
+        AFTER_ROUTE=after_route,
         ASM=compiled(),
         num_warps=row_warps(rows, kp, mode == "token"),
         enable_fp_fusion=False,
+        launch_pdl=compiled(),
     )
     return Operand(data, scale, block_scale, compensation is not None), mask
 
 
-def reorder_activations(x_RK: Tensor, k: int) -> Operand:
+def reorder_activations(x_RK: Tensor, k: int, after_route: bool = False) -> Operand:
     """bfloat16 rows in the GEMM's order, for W4A16."""
     width = padded(k)
     data = torch.empty(x_RK.shape[0], width, dtype=torch.bfloat16, device=x_RK.device)
     kp = triton.next_power_of_2(width)
-    reorder_kernel[(x_RK.shape[0],)](x_RK, data, k, width, x_RK.stride(0), KP=kp, num_warps=min(max(kp // 512, 1), 8))
+    reorder_kernel[(x_RK.shape[0],)](
+        x_RK,
+        data,
+        k,
+        width,
+        x_RK.stride(0),
+        KP=kp,
+        AFTER_ROUTE=after_route,
+        ASM=compiled(),
+        num_warps=min(max(kp // 512, 1), 8),
+        launch_pdl=compiled(),
+    )
     return Operand(data, None, None, False)

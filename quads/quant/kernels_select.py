@@ -11,7 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quads.quant.kernels_math import INF_BITS, abs_bits, quantize_tile, tile_columns, values
+from quads.quant.kernels_gemm import start_next, wait_for_previous
+from quads.quant.kernels_math import INF_BITS, abs_bits, compiled, quantize_tile, tile_columns, values
 
 
 @triton.jit
@@ -26,8 +27,13 @@ def scores_kernel(
     KP: tl.constexpr,
     STORED: tl.constexpr,
     HAS_LIVE: tl.constexpr,
+    AFTER_ROUTE: tl.constexpr,
+    ASM: tl.constexpr,
 ):
     """Sum of R**2 over this program's ROWS live rows, float64 [KP] in natural order: exact squares, a fixed order."""
+    start_next(ASM)
+    if not AFTER_ROUTE:
+        wait_for_previous(ASM)
     position, column = tile_columns(KP, STORED)
     total = tl.zeros(position.shape, dtype=tl.float64)
     first = tl.program_id(0) * ROWS
@@ -43,11 +49,17 @@ def scores_kernel(
         r64 = tl.where(counts, r, 0.0).to(tl.float64)
         total += r64 * r64
     tl.store(partial_ptr + tl.program_id(0) * KP + column, total)
+    if AFTER_ROUTE:
+        wait_for_previous(ASM)
 
 
 @triton.jit
-def reduce_kernel(partial_ptr, out_ptr, P, KP, BP: tl.constexpr, BU: tl.constexpr, GROUP: tl.constexpr):
+def reduce_kernel(
+    partial_ptr, out_ptr, P, KP, BP: tl.constexpr, BU: tl.constexpr, GROUP: tl.constexpr, ASM: tl.constexpr
+):
     """[P, KP] float64 partial scores -> one score a unit [KP / GROUP], always in the same order."""
+    start_next(ASM)
+    wait_for_previous(ASM)
     unit = tl.program_id(0) * BU + tl.arange(0, BU)
     column = tl.program_id(0) * BU * GROUP + tl.arange(0, BU * GROUP)
     total = tl.zeros((BU * GROUP,), dtype=tl.float64)
@@ -60,11 +72,15 @@ def reduce_kernel(partial_ptr, out_ptr, P, KP, BP: tl.constexpr, BU: tl.constexp
 
 
 @triton.jit
-def rank_kernel(score_ptr, mask_ptr, K, keep, UNITS: tl.constexpr, OWN: tl.constexpr, GROUP: tl.constexpr):
+def rank_kernel(
+    score_ptr, mask_ptr, K, keep, UNITS: tl.constexpr, OWN: tl.constexpr, GROUP: tl.constexpr, ASM: tl.constexpr
+):
     """Marks the `keep` units (GROUP channels each: 1, or 16 for "block") with the largest scores; uint8 [K].
 
     A unit is kept when fewer than `keep` others come before it: a larger score, or an equal one at a lower index.
     """
+    start_next(ASM)
+    wait_for_previous(ASM)
     own = tl.program_id(0) * OWN + tl.arange(0, OWN)
     score = tl.load(score_ptr + own)
     CHUNK: tl.constexpr = UNITS if UNITS < 512 else 512
@@ -79,7 +95,9 @@ def rank_kernel(score_ptr, mask_ptr, K, keep, UNITS: tl.constexpr, OWN: tl.const
     tl.store(mask_ptr + columns, kept.to(tl.uint8), mask=columns < K)
 
 
-def select(x_RK: Tensor, k: int, keep: int, by_block: bool, live_R: Tensor | None, stored: bool) -> Tensor:
+def select(
+    x_RK: Tensor, k: int, keep: int, by_block: bool, live_R: Tensor | None, stored: bool, after_route: bool
+) -> Tensor:
     """uint8 [k]: 1 at the channels to compensate, chosen over the live rows of x."""
     rows = x_RK.shape[0]
     kp = max(triton.next_power_of_2(k), 128)
@@ -97,17 +115,40 @@ def select(x_RK: Tensor, k: int, keep: int, by_block: bool, live_R: Tensor | Non
         KP=kp,
         STORED=stored,
         HAS_LIVE=live_R is not None,
+        AFTER_ROUTE=after_route,
+        ASM=compiled(),
         num_warps=min(max(kp // (512 if rows <= 512 else 1024), 1), 8),
         enable_fp_fusion=False,
+        launch_pdl=compiled(),
     )
     group = 16 if by_block else 1
     units = kp // group
     score = torch.empty(units, dtype=torch.float64, device=x_RK.device)
     bu = min(units, 32 // group)
     reduce_kernel[(units // bu,)](
-        partial, score, groups, kp, BP=min(triton.next_power_of_2(groups), 64), BU=bu, GROUP=group, num_warps=4
+        partial,
+        score,
+        groups,
+        kp,
+        BP=min(triton.next_power_of_2(groups), 64),
+        BU=bu,
+        GROUP=group,
+        ASM=compiled(),
+        num_warps=4,
+        launch_pdl=compiled(),
     )
     mask = torch.empty(k, dtype=torch.uint8, device=x_RK.device)
-    own = min(units, 16)
-    rank_kernel[(units // own,)](score, mask, k, keep, UNITS=units, OWN=own, GROUP=group, num_warps=4)
+    own = min(units, 8)
+    rank_kernel[(units // own,)](
+        score,
+        mask,
+        k,
+        keep,
+        UNITS=units,
+        OWN=own,
+        GROUP=group,
+        ASM=compiled(),
+        num_warps=4,
+        launch_pdl=compiled(),
+    )
     return mask

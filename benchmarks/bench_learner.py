@@ -1,0 +1,172 @@
+"""Learner tokens/s: forward, loss, backward, clip, AdamW and requantization, on a cut of the 25.5B model's layers.
+
+    python -m benchmarks.bench_learner [--gpus N] [--layers 8] [--steps 10] [--profile] [CASE ...]
+
+CASE is RECIPE:SEQUENCES:CHECKPOINTING:eager|compile[:GATHER], SEQUENCES of 4096 random tokens a GPU in one micro-batch,
+for example quads:8:full:compile. Each case runs in processes of its own (torchrun with N > 1: FSDP2 and expert
+parallelism over all GPUs, GATHER bf16 or packed). Without cases: bf16 beside quads in three settings.
+
+FLOPs a token: 6 * active parameters without the input embedding, plus 6 * layers * heads * head_dim * length for causal
+attention; recomputation is not counted. MFU is against 989 TFLOP/s (dense bf16 of an H200's data sheet) and beside it
+against 789, what a large matmul reaches there.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from dataclasses import replace
+
+import torch
+
+from quads.config_sections import (
+    OptimSettings,
+    ParallelSettings,
+    QuantSettings,
+    RLSettings,
+    RolloutSettings,
+    TrainSettings,
+)
+from quads.distributed import Distributed, init_distributed
+from quads.memory import GIB, estimate_memory
+from quads.model.config import ARCHITECTURES, ModelConfig
+from quads.model.model import MoEDecoder
+from quads.model.parallelize import parallelize, write_part
+from quads.quant.learner import QATExperts, QATLinear, convert_learner
+from quads.quant.recipes import QuantSpec, resolve
+from quads.quant.sharded import SHARDED, attach, requantize
+from quads.rl.learner import Learner
+from quads.rl.packing import Microbatch, Sample, pack
+from quads.types import Completion
+
+LENGTH = 4096
+WARM_UP = 4
+DEFAULT_CASES = [
+    f"{recipe}:{setting}"
+    for setting in ("8:full:compile", "4:none:compile", "4:full:eager")
+    for recipe in ("bf16", "quads")
+]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("cases", nargs="*")
+    parser.add_argument("--gpus", type=int, default=1)
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--profile", action="store_true")
+    parser.add_argument("--one", default="")
+    args = parser.parse_args()
+    if args.one:
+        measure(args.one, args.layers, args.steps, args.profile)
+        return
+    print(f"{torch.cuda.get_device_name()} x {args.gpus}, torch {torch.__version__}, {args.layers} layers", flush=True)
+    print("| case | step s | tokens/s/GPU | TFLOP/s | MFU 989 / 789 | requantize s | peak GiB (estimate) |")
+    print("|---" * 7 + "|", flush=True)
+    launch = [sys.executable]
+    if args.gpus > 1:
+        launch += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={args.gpus}"]
+    for case in args.cases or DEFAULT_CASES:
+        options = ["--one", case, "--layers", str(args.layers), "--steps", str(args.steps)]
+        command = [*launch, __file__, *options, *(["--profile"] if args.profile else [])]
+        done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": os.getcwd()})
+        rows = [line for line in done.stdout.splitlines() if line.startswith(("|", "{")) or args.profile]
+        last = [line for line in done.stderr.splitlines() if "Error" in line][-1:]
+        print("\n".join(rows) if done.returncode == 0 else f"| {case} | failed: {' '.join(last)[:300]} |", flush=True)
+
+
+def measure(case: str, layers: int, steps: int, profile: bool) -> None:
+    recipe, sequences, checkpointing, mode, *rest = case.split(":")
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    parallel = ParallelSettings(
+        ep=world_size,
+        activation_checkpointing=checkpointing,  # type: ignore[arg-type]
+        compile=mode == "compile",
+    )
+    config = replace(ARCHITECTURES["moe25b_a3b"], num_layers=layers)
+    spec = resolve(QuantSettings(recipe=recipe))  # type: ignore[arg-type]
+    all_gather = rest[0] if rest else "bf16"
+    with init_distributed(parallel, TrainSettings()) as world:
+        learner = build_learner(config, spec, parallel, world, all_gather)
+        microbatches, denominator = make_batch(config, int(sequences), world)
+        microbatches = learner.add_fixed_logprobs(microbatches)
+        times = [seconds(lambda: learner.update(microbatches, denominator)) for _ in range(WARM_UP + steps)]
+        step_s = statistics.median(times[WARM_UP:])
+        requantize_s = statistics.median(seconds(lambda: requantize(learner.model)) for _ in range(3))
+        if profile and world.is_main:
+            with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as run:
+                learner.update(microbatches, denominator)
+                torch.cuda.synchronize()
+            print(run.key_averages().table(sort_by="cuda_time_total", row_limit=25, max_name_column_width=70))
+        peak = torch.cuda.max_memory_allocated() / GIB
+        if world.is_main:
+            report(case, config, spec, parallel, world, int(sequences), all_gather, step_s, requantize_s, peak)
+
+
+def build_learner(
+    config: ModelConfig, spec: QuantSpec, parallel: ParallelSettings, world: Distributed, all_gather: str
+) -> Learner:
+    with torch.device("meta"):
+        model = MoEDecoder(config, torch.bfloat16)
+    convert_learner(model, spec, SHARDED if world.meshes else (QATLinear, QATExperts))
+    parallelize(model, world.meshes, parallel.activation_checkpointing, parallel.compile)
+    model.to_empty(device=world.device)
+    model.init_weights(torch.Generator(world.device).manual_seed(0), write_part)
+    if world.meshes:
+        attach(model, all_gather, spec)  # type: ignore[arg-type]
+    return Learner(model, spec, OptimSettings(), RLSettings(), 1.0, 100, 1, world=world)
+
+
+def make_batch(config: ModelConfig, sequences: int, world: Distributed) -> tuple[list[Microbatch], float]:
+    """Random tokens; a prompt of one token, so that all others have logits and loss, as in pretraining."""
+    generator = torch.Generator().manual_seed(world.rank)
+    samples = []
+    for i in range(sequences):
+        first, *rest = torch.randint(config.vocab_size, (LENGTH,), generator=generator).tolist()
+        samples.append(Sample([first], Completion(rest, [-12.0] * len(rest), "stop", 0), (-1.0) ** i))
+    microbatches, denominator = pack(samples, sequences * LENGTH, "token")
+    return microbatches, denominator * world.size
+
+
+def seconds(call) -> float:
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    call()
+    torch.cuda.synchronize()
+    return time.perf_counter() - start
+
+
+def report(
+    case: str,
+    config: ModelConfig,
+    spec: QuantSpec,
+    parallel: ParallelSettings,
+    world: Distributed,
+    sequences: int,
+    all_gather: str,
+    step_s: float,
+    requantize_s: float,
+    peak: float,
+) -> None:
+    active = config.num_parameters()[1] - config.vocab_size * config.hidden_size
+    attention = 6 * config.num_layers * config.num_heads * config.head_dim * LENGTH
+    tokens_per_s = sequences * LENGTH / step_s
+    tflops = tokens_per_s * (6 * active + attention) / 1e12
+    tokens = RLSettings(microbatch_tokens=sequences * LENGTH)
+    estimate = estimate_memory(
+        config, spec, RolloutSettings(), tokens, torch.bfloat16, parallel, world.size, all_gather
+    )
+    learner_gib = estimate.total - estimate.parts["engine weights"] - estimate.parts["KV cache"]
+    print(
+        f"| {case} | {step_s:.3f} | {tokens_per_s:,.0f} | {tflops:.0f} | {tflops / 989:.1%} / {tflops / 789:.1%} "
+        f"| {requantize_s:.3f} | {peak:.0f} ({learner_gib:.0f}) |"
+    )
+    row = {"case": case, "gpus": world.size, "step_s": step_s, "tokens_per_s_per_gpu": tokens_per_s, "peak_gib": peak}
+    print(json.dumps({**row, "requantize_s": requantize_s, "estimate_gib": learner_gib}))
+
+
+if __name__ == "__main__":
+    main()
