@@ -145,7 +145,7 @@ class Learner:
         if self.world is not None:
             sums = self.world.all_reduce(sums.to(self.world.device))
         loss_sum, tokens, clipped, entropy_sum, entropy_tokens = sums.tolist()
-        norm = float(clip_gradients(self.model.parameters(), self.optim.max_grad_norm))
+        norm = float(clip_gradients(self.model.parameters(), self.optim.max_grad_norm, self.world))
         lr = learning_rate(self.updates, self.optim.lr, self.warmup_updates, self.total_updates, self.optim.schedule)
         skipped = not (math.isfinite(loss_sum) and math.isfinite(norm))
         self._apply(lr, skipped)

@@ -2,12 +2,13 @@
 
 import math
 from collections.abc import Iterable
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+from torch.nn.utils import get_total_norm
 
+from quads.distributed import Distributed
 from quads.rl.streamed_adamw import StreamedAdamW
 
 
@@ -33,7 +34,9 @@ def build_adamw(
         from torchao.optim import AdamW8bit  # slow to import, and only wanted here
 
         return AdamW8bit(groups, lr=lr, betas=betas, eps=eps)
-    return torch.optim.AdamW(groups, lr=lr, betas=betas, eps=eps)
+    # One kernel over all tensors, without the temporary copies (as large as the weights) of the default on a GPU.
+    fused = True if any(p.is_cuda for p in matrices) else None
+    return torch.optim.AdamW(groups, lr=lr, betas=betas, eps=eps, fused=fused)
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
@@ -63,24 +66,20 @@ def learning_rate(
     return peak * (1.0 - progress if schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress)))
 
 
-def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float) -> Tensor:
+def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float, world: Distributed | None = None) -> Tensor:
     """Global L2 norm of all gradients (0-dim fp32), which are scaled down to `max_norm` if it is positive and exceeded.
 
-    A non-finite norm leaves the gradients as they are: the caller skips that update.
+    With several processes every gradient is sharded over all those of a replica; each adds up its own shards, whatever
+    mesh they are on, and one all-reduce makes the norm global. A non-finite norm leaves the gradients as they are: the
+    caller skips that update.
     """
-    by_mesh: dict[Any, list[nn.Parameter]] = {}  # sharded gradients that live on different meshes cannot be added up
-    for parameter in parameters:
-        if parameter.grad is not None:
-            by_mesh.setdefault(getattr(parameter.grad, "device_mesh", None), []).append(parameter)
-    norms = [_whole(get_total_norm([p.grad for p in group if p.grad is not None])) for group in by_mesh.values()]
-    norm = norms[0] if len(norms) == 1 else torch.stack(norms).square().sum().sqrt()
+    grads = [getattr(p.grad, "_local_tensor", p.grad) for p in parameters if p.grad is not None]
+    norm = get_total_norm(grads)
+    if world is not None and world.meshes is not None:
+        replicas = world.meshes.world.size(0)
+        norm = (world.all_reduce(norm.square()) / replicas).sqrt()
     if max_norm > 0 and bool(torch.isfinite(norm)):
-        for group in by_mesh.values():
-            clip_grads_with_norm_(group, max_norm, norm)
+        factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)  # the 1e-6 is torch's
+        for grad in grads:
+            grad.mul_(factor)
     return norm
-
-
-def _whole(norm: Tensor) -> Tensor:
-    """The norm over all processes that share the gradients."""
-    full_tensor = getattr(norm, "full_tensor", None)
-    return norm if full_tensor is None else full_tensor()

@@ -46,7 +46,7 @@ class Trainer:
 def main(argv: list[str]) -> None:
     folder, steps, ep = Path(argv[0]), int(argv[1]), int(argv[2])
     with init_distributed(ParallelSettings(ep=ep), TrainSettings(device="cpu")) as world:
-        trainer = Trainer(parallel_model(world, ep, 1, "none") if world.size > 1 else single_process_model())
+        trainer = Trainer(parallel_model(world, "none") if world.size > 1 else single_process_model())
         checkpointer = Checkpointer(folder, CheckpointSettings(resume="latest", keep=0, async_save=True))
         state = checkpointer.resume(trainer)
         assert trainer.updates == state.step

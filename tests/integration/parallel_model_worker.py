@@ -3,6 +3,8 @@
 torchrun --nproc_per_node=N parallel_model_worker.py
 """
 
+from dataclasses import replace
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -65,17 +67,28 @@ def single_process_model() -> MoEDecoder:
     return model
 
 
-def parallel_model(world: Distributed, ep: int, replicate: int, checkpointing: str) -> MoEDecoder:
+def with_meshes(world: Distributed, ep: int, replicate: int) -> Distributed:
+    """The same processes, arranged otherwise."""
+    return replace(world, meshes=build_meshes("cpu", replicate, world.size // replicate, ep))
+
+
+def parallel_model(world: Distributed, checkpointing: str) -> MoEDecoder:
     with torch.device("meta"):
         model = MoEDecoder(CONFIG)
-    meshes = build_meshes("cpu", replicate, world.size // replicate, ep)
-    parallelize(model, meshes, checkpointing)
+    parallelize(model, world.meshes, checkpointing)
     model.to_empty(device="cpu")
     model.init_weights(torch.Generator().manual_seed(0), write_part)
     return model
 
 
-def train(model: MoEDecoder, batches: list, replay: Tensor | None, lr: float, steps: int = 2) -> list[dict[str, float]]:
+def train(
+    model: MoEDecoder,
+    batches: list,
+    replay: Tensor | None,
+    lr: float,
+    world: Distributed | None = None,
+    steps: int = 2,
+) -> list[dict[str, float]]:
     """Plain SGD with a global norm clip: Adam would turn rounding noise of small gradients into whole steps."""
     optimizer = torch.optim.SGD(model.parameters(), lr=lr)
     history = []
@@ -86,9 +99,9 @@ def train(model: MoEDecoder, batches: list, replay: Tensor | None, lr: float, st
             part = loss_of(model, batch, replay)
             part.backward()
             loss += part.detach()
-        if dist.get_world_size() > 1 and batches is not BATCHES:
-            dist.all_reduce(loss)
-        norm = clip_gradients(model.parameters(), max_norm=0.5)
+        if world is not None:
+            world.all_reduce(loss)
+        norm = clip_gradients(model.parameters(), 0.5, world)
         optimizer.step()
         history.append({"loss": float(loss), "norm": float(norm)})
     return history
@@ -96,9 +109,10 @@ def train(model: MoEDecoder, batches: list, replay: Tensor | None, lr: float, st
 
 def check_training(world: Distributed, ep: int, replicate: int, checkpointing: str, replay: Tensor | None) -> None:
     """Losses, clipped gradients, norms and updated weights after two updates with accumulation."""
-    single, parallel = single_process_model(), parallel_model(world, ep, replicate, checkpointing)
+    world = with_meshes(world, ep, replicate)
+    single, parallel = single_process_model(), parallel_model(world, checkpointing)
     expected = train(single, BATCHES, replay, lr=0.5)
-    actual = train(parallel, BATCHES[world.rank :: world.size], replay, lr=0.5)
+    actual = train(parallel, BATCHES[world.rank :: world.size], replay, lr=0.5, world=world)
     assert expected[1]["loss"] < expected[0]["loss"], "the reference does not learn"
     for one, many in zip(expected, actual, strict=True):
         for name in one:
@@ -114,16 +128,17 @@ def check_training(world: Distributed, ep: int, replicate: int, checkpointing: s
 
 def check_zero_learning_rate(world: Distributed) -> None:
     """The control: what moves weights is the gradient alone."""
-    model = parallel_model(world, 2, 1, "none")
+    world = with_meshes(world, 2, 1)
+    model = parallel_model(world, "none")
     before = {name: p.to_local().clone() for name, p in model.named_parameters()}
-    train(model, BATCHES[world.rank :: world.size], None, lr=0.0)
+    train(model, BATCHES[world.rank :: world.size], None, lr=0.0, world=world)
     for name, parameter in model.named_parameters():
         assert_bitwise(parameter.to_local(), before[name])
 
 
 def check_forward_only(world: Distributed) -> None:
     """A pass without backward leaves gathered weights behind; `reshard` makes the shards readable again."""
-    model = parallel_model(world, 2, 1, "none")
+    model = parallel_model(with_meshes(world, 2, 1), "none")
     with torch.no_grad():
         first = loss_of(model, BATCHES[world.rank])
     reshard(model)
