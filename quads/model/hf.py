@@ -134,14 +134,24 @@ def save_hf(
     is marked with the model type quads_moe, which only this project reads. config.json is written last and replaces
     an older one, so a folder that was being written when the process died is not mistaken for a complete one.
     """
+    if isinstance(tensors, nn.Module):
+        tensors = [(name, parameter.detach()) for name, parameter in tensors.named_parameters()]
+    values = ((name, tensor.to(dtype)) for name, tensor in split_experts(config, tensors))
+    torch_dtype = str(dtype).removeprefix("torch.")
+    write_folder(folder, values, {**config.to_hf(), "torch_dtype": torch_dtype}, shard_bytes)
+
+
+def write_folder(
+    folder: str | Path, tensors: Iterable[tuple[str, Tensor]], config: dict[str, Any], shard_bytes: int = 5 * 2**30
+) -> None:
+    """Writes tensors as they come, under the names they have, and `config` as config.json, in the order of
+    `save_hf`."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").unlink(missing_ok=True)
-    if isinstance(tensors, nn.Module):
-        tensors = [(name, parameter.detach()) for name, parameter in tensors.named_parameters()]
     shards: list[list[str]] = []
     total_bytes = 0
-    for shard in _shards(_split(config, tensors), dtype, shard_bytes):
+    for shard in _shards(tensors, shard_bytes):
         save_file(shard, folder / f"part-{len(shards):05d}.tmp", metadata={"format": "pt"})
         shards.append(list(shard))
         total_bytes += sum(tensor.nbytes for tensor in shard.values())
@@ -155,11 +165,10 @@ def save_hf(
         weight_map |= dict.fromkeys(names, file_name)
     if len(shards) > 1:
         _write_json(folder / INDEX, {"metadata": {"total_size": total_bytes}, "weight_map": weight_map})
-    torch_dtype = str(dtype).removeprefix("torch.")
-    _write_json(folder / "config.json", {**config.to_hf(), "torch_dtype": torch_dtype})
+    _write_json(folder / "config.json", config)
 
 
-def _split(config: ModelConfig, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+def split_experts(config: ModelConfig, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
     """Fused parameters to one matrix an expert; checks that every parameter comes once, in its shape."""
     missing = parameter_shapes(config)
     for name, tensor in tensors:
@@ -177,12 +186,12 @@ def _split(config: ModelConfig, tensors: Iterable[tuple[str, Tensor]]) -> Iterat
         raise ValueError(f"save_hf: no value was given for {sorted(missing)}")
 
 
-def _shards(tensors: Iterable[tuple[str, Tensor]], dtype: torch.dtype, shard_bytes: int) -> Iterator[dict[str, Tensor]]:
+def _shards(tensors: Iterable[tuple[str, Tensor]], shard_bytes: int) -> Iterator[dict[str, Tensor]]:
     shard: dict[str, Tensor] = {}
     size = 0
     for name, tensor in tensors:
         # safetensors refuses tensors that share memory, which the parts of a fused parameter do.
-        stored = tensor.detach().to("cpu", dtype, copy=True).contiguous()
+        stored = tensor.detach().to("cpu", copy=True).contiguous()
         if shard and size + stored.nbytes > shard_bytes:
             yield shard
             shard, size = {}, 0

@@ -17,7 +17,7 @@ SEEN = {
 }
 # Files beside the folders are base, except these.
 ESTIMATES = {"memory.py": "quant"}  # needs the shapes of models and the sizes of precisions
-JOINS = {"assemble.py", "plan.py"}  # wiring above the layers, like train.py
+JOINS = {"assemble.py", "export.py", "plan.py"}  # wiring above the layers, like train.py
 KNOW_OTHER_PROCESSES = {
     "model/parallelize.py",
     "model/dispatch.py",
