@@ -28,10 +28,10 @@ def submit_program(sandbox: Sandbox, tests: CodeTests, response: str, score: str
         passed.append(_passes(tests, index, outcome))
         return passed[-1] or score == "fraction"
 
-    def judge(run: tuple[list[Outcome] | None, float]) -> Verdict:
-        outcomes, seconds = run
-        if outcomes is None:  # nothing is sure about a program that broke its server
-            return Verdict(0.0, seconds)
+    def judge(run: tuple[tuple[list[Outcome], float] | None, float]) -> Verdict:
+        if run[0] is None:  # nothing is sure about a program that broke its server
+            return Verdict(0.0, run[1])
+        outcomes, seconds = run[0]
         passed.extend(_passes(tests, i, outcomes[i]) for i in range(len(passed), len(outcomes)))  # the last one
         share = sum(passed) / len(tests.inputs)
         return Verdict(share if score == "fraction" else float(share == 1.0), seconds)

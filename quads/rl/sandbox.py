@@ -31,7 +31,7 @@ from quads.errors import UserError
 from quads.rl.helpers import HEADER, REPOSITORY, Helper, HelperError, HelperPool, default_workers
 
 MECHANISMS = ("namespaces", "bubblewrap", "landlock")
-GRACE_S = 2.0  # beyond a program's limit before its server is killed
+GRACE_S = 5.0  # beyond a limit before the server that should keep it is killed; a busy machine is slow
 HEAD = struct.Struct("<I")
 # A set's order depends on the hash seed; a program's reward must not.
 ENVIRONMENT = {
@@ -101,10 +101,13 @@ class Sandbox:
         self.mechanism = settings.sandbox if settings.sandbox == "none" else self._choose()
         self._pool = HelperPool(lambda: self._server(self.mechanism), default_workers(settings.workers))
 
-    def submit(self, job: Job, go_on: Callable[[int, Outcome], bool]) -> "Future[tuple[list[Outcome] | None, float]]":
+    def submit(
+        self, job: Job, go_on: Callable[[int, Outcome], bool]
+    ) -> "Future[tuple[tuple[list[Outcome], float] | None, float]]":
         """Run the tests in order. go_on(index, outcome) is asked after each whether to run the next.
 
-        The future holds the outcomes so far (None if the server died or hung) and the seconds it took.
+        The future holds ((outcomes so far, seconds they took), seconds until the server was free); the pair inside is
+        None if the server died or hung.
         """
         return self._pool.submit(lambda server: self._converse(server, job, go_on))
 
@@ -114,8 +117,9 @@ class Sandbox:
         for box in self._boxes:
             shutil.rmtree(box, ignore_errors=True)
 
-    def _converse(self, server: Helper, job: Job, go_on: Callable[[int, Outcome], bool]) -> list[Outcome]:
-        deadline = time.monotonic() + self.settings.code_total_s
+    def _converse(self, server: Helper, job: Job, go_on: Callable[[int, Outcome], bool]) -> tuple[list[Outcome], float]:
+        started = time.monotonic()
+        deadline = started + self.settings.code_total_s
         request = json.dumps(
             {"code": job.code, "inputs": job.inputs, "function": job.function, "prelude": job.prelude}
         ).encode()
@@ -123,7 +127,7 @@ class Sandbox:
         outcomes = []
         for index in range(len(job.inputs)):
             # One test that hangs is ended by its supervisor; this deadline is for a supervisor that hangs.
-            outcomes.append(_outcome(server.receive(time.monotonic() + self.settings.code_time_s + 2 * GRACE_S)))
+            outcomes.append(_outcome(server.receive(time.monotonic() + self.settings.code_time_s + GRACE_S)))
             if index + 1 == len(job.inputs):
                 break
             late = time.monotonic() > deadline
@@ -131,7 +135,12 @@ class Sandbox:
                 server.send(b"-", time.monotonic() + GRACE_S)
                 break
             server.send(b"+", time.monotonic() + GRACE_S)
-        return outcomes
+        seconds = time.monotonic() - started
+        try:
+            server.receive(time.monotonic() + GRACE_S)  # it has cleaned up
+        except (TimeoutError, EOFError):
+            server.kill()  # the next program gets a fresh server
+        return outcomes, seconds
 
     # ---- choosing a mechanism
 
@@ -161,7 +170,7 @@ class Sandbox:
             code = PROBE.format(canary=canary, folder=folder, pid=os.getpid())
             try:
                 server.start()
-                outcome = self._converse(server, Job(code, ("",)), lambda *_: False)[0]
+                outcome = self._converse(server, Job(code, ("",)), lambda *_: False)[0][0]
             except HelperError as error:
                 return str(error)
             except (TimeoutError, EOFError, BrokenPipeError):

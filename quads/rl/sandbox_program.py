@@ -109,7 +109,7 @@ def _confine(limits: Limits, confinement: Confinement) -> None:
     linux.drop_capabilities()
     if confinement.mechanism == "landlock":
         linux.landlock(list(confinement.readable), list(confinement.listable), confinement.box)
-    seccomp.restrict(os.getpid())
+    seccomp.restrict(os.getpid(), alone=confinement.mechanism == "namespaces")
 
 
 def _run(job: dict[str, Any], index: int) -> int:
@@ -126,6 +126,7 @@ def _run(job: dict[str, Any], index: int) -> int:
     try:
         if job["prelude"]:
             exec(PRELUDE, main.__dict__)
+            main.__dict__.pop(job["function"], None)  # operator.add is no answer to a problem that asks for `add`
             sys.setrecursionlimit(50_000)
         exec(compile(job["code"], "main.py", "exec"), main.__dict__)
         if job["function"]:

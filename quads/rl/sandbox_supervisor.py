@@ -5,7 +5,8 @@ trainer's pipe itself: code, inputs, never an expected output. After each test i
 
     8-byte length | 4-byte length of the head | head: JSON {verdict, exit, seconds, stderr} | stdout or returned value
 
-and waits for `+` before the next one. verdict: ok, failed, or the limit that was broken: time, output, disk.
+and waits for `+` before the next one; an empty frame says that it has cleaned up. verdict: ok, failed, or the limit
+that was broken: time, output, disk.
 """
 
 import contextlib
@@ -40,6 +41,7 @@ def supervise(limits: Limits, confinement: Confinement) -> None:
             break
     if confinement.mechanism != "namespaces":
         _empty(confinement.box)
+    write_all(1, FRAME.pack(0))
 
 
 def _run_test(
@@ -224,17 +226,13 @@ def _empty(folder: str) -> None:
 
 
 def _disk_use(folder: str) -> int:
-    """Bytes in a folder; a folder inside counts as a page, as no honest program makes a tree."""
+    """Bytes of the files in a folder, at least a page each. There are no folders in it (sandbox_seccomp.py)."""
+    total = 0
     with os.scandir(folder) as entries:
-        total = 0
         for entry in entries:
-            try:
-                total += entry.stat(follow_symlinks=False).st_size + 4096
-                if entry.is_dir(follow_symlinks=False):
-                    total += _disk_use(entry.path)
-            except OSError:
-                continue  # it has just been removed
-        return total
+            with contextlib.suppress(OSError):  # it may have been removed by now
+                total += max(4096, entry.stat(follow_symlinks=False).st_size)
+    return total
 
 
 def _read(fd: int, size: int) -> bytes:

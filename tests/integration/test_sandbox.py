@@ -1,0 +1,250 @@
+"""Hostile programs in the sandbox: none passes, outlives its limit or leaves a file or process. Honest ones pass."""
+
+import os
+import socket
+import threading
+import time
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from quads.config_sections import RewardSettings
+from quads.errors import UserError
+from quads.rl.code_reward import submit_program
+from quads.rl.code_tests import CodeTests, parse_tests
+from quads.rl.sandbox import Job, Sandbox
+from tests.integration.hostile_programs import HONEST, HOSTILE
+
+TIME_S = 1.0
+# Starting, confining and reporting on a machine with every core busy; a program that got away would take an hour.
+SLACK_S = 4.0
+
+
+def _settings(mechanism: str) -> RewardSettings:
+    return RewardSettings(
+        workers=2,
+        sandbox=mechanism,
+        code_time_s=TIME_S,
+        code_total_s=2.5,
+        code_memory_mib=256,
+        code_output_mib=0.5,
+        code_disk_mib=4,
+        code_threads=8,
+    )
+
+
+@pytest.fixture(scope="module", params=["namespaces", "bubblewrap", "landlock"])
+def sandbox(request: pytest.FixtureRequest) -> Iterator[Sandbox]:
+    try:
+        sandbox = Sandbox(_settings(request.param))
+    except UserError as error:
+        pytest.skip(str(error))
+    yield sandbox
+    sandbox.close()
+
+
+def test_some_mechanism_works_here() -> None:
+    sandbox = Sandbox(_settings("auto"))
+    assert sandbox.mechanism in ("namespaces", "bubblewrap", "landlock")
+    sandbox.close()
+
+
+def test_hostile_programs_beside_honest_ones(sandbox: Sandbox, tmp_path: Path) -> None:
+    assert len(HOSTILE) >= 25
+    secret = f"secret-{uuid.uuid4().hex}"
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    outside.chmod(0o777)
+    canary = outside / "canary"
+    canary.write_text(secret)
+    canary.chmod(0o666)
+    server, told = _teller(secret)
+    abstract = f"quads-{uuid.uuid4().hex}"
+    hidden, told_hidden = _teller(secret, abstract)
+    words = {"SECRET": secret, "CANARY": str(canary), "OUTSIDE": str(outside), "NAME": abstract}
+    words["PORT"] = str(server.getsockname()[1])
+
+    honest = list(HONEST.items())
+    futures = []
+    for i, (name, program) in enumerate(HOSTILE.items()):
+        for word, value in words.items():
+            program = program.replace(word, value)
+        futures.append((name, False, _submit(sandbox, program, "7\n", secret)))
+        name, (program, stdin, expected) = honest[i % len(honest)]
+        futures.append((name, True, _submit(sandbox, program, stdin, expected)))
+
+    wrong = []
+    for name, right, future in futures:
+        verdict = future.result(timeout=60)
+        if verdict.reward != float(right):
+            wrong.append(f"{name}: reward {verdict.reward}")
+        if verdict.seconds > TIME_S + SLACK_S:
+            wrong.append(f"{name}: took {verdict.seconds:.1f} s")
+    server.close()
+    hidden.close()
+    assert wrong == []
+    assert told == told_hidden == []  # nobody got through to the network
+    assert canary.read_text() == secret
+    assert sorted(path.name for path in outside.iterdir()) == ["canary"]
+    assert not Path("/dev/shm/quads-hostile").exists()
+    assert all(os.listdir(box) == [] for box in sandbox._boxes)
+    # Idle servers are all that is left (bwrap is two processes above its server).
+    idle = 2 if sandbox.mechanism == "bubblewrap" else 0
+    assert _wait_for(lambda: all(_descendants(server) == idle for server in _servers())), _servers()
+
+
+def _submit(sandbox: Sandbox, program: str, stdin: str, expected: str):
+    return submit_program(sandbox, CodeTests("", (stdin,), (expected,)), f"```python\n{program}\n```")
+
+
+def _teller(secret: str, abstract: str = "") -> tuple[socket.socket, list[object]]:
+    """A local server that tells the secret to anyone who connects: over TCP, or an abstract Unix socket."""
+    told: list[object] = []
+    if abstract:
+        server = socket.socket(socket.AF_UNIX)
+        server.bind(f"\0{abstract}")
+        server.listen()
+    else:
+        server = socket.create_server(("127.0.0.1", 0))
+
+    def tell() -> None:
+        while True:
+            try:
+                connection, address = server.accept()
+            except OSError:
+                return
+            told.append(address)
+            connection.sendall(secret.encode())
+            connection.close()
+
+    threading.Thread(target=tell, daemon=True).start()
+    return server, told
+
+
+def _descendants(pid: int) -> int:
+    try:
+        children = [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    except OSError:
+        return 0
+    return len(children) + sum(map(_descendants, children))
+
+
+def _servers() -> list[int]:
+    """Sandbox servers started by this process, whichever thread did."""
+    found = []
+    for task in Path("/proc/self/task").iterdir():
+        for pid in map(int, (task / "children").read_text().split()):
+            if b"sandbox_server" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                found.append(pid)
+    return found
+
+
+def _wait_for(condition) -> bool:
+    deadline = time.monotonic() + 5
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.02)
+    return True
+
+
+def test_limits_of_a_program(sandbox: Sandbox) -> None:
+    def verdict(code: str, stdin: str = "") -> str:
+        (outcomes, _), _ = sandbox.submit(Job(code, (stdin,)), lambda *_: True).result(timeout=30)
+        return outcomes[0].verdict
+
+    assert verdict("print(1)") == "ok"
+    assert verdict("raise ValueError") == "failed"
+    assert verdict("while True: pass") == "time"
+    assert verdict("print('x' * 10 ** 6)") == "output"
+    assert verdict("x = bytearray(1 << 30)") == "failed"  # MemoryError
+    assert verdict("open('a', 'wb').write(bytes(8 << 20))") in ("failed", "disk")
+
+
+def test_two_programs_share_nothing(sandbox: Sandbox) -> None:
+    """What one test leaves, in its folder or in memory, the next one does not find."""
+    leave = "import builtins, os, sys\nopen('left', 'w').write('x')\nos.link('left', 'b')\nbuiltins.left = sys.left = 1"
+    look = "import builtins, os, sys\nprint(os.listdir('.'), hasattr(builtins, 'left'), hasattr(sys, 'left'))"
+    for _ in range(3):  # more often than there are servers
+        sandbox.submit(Job(leave, ("", "")), lambda *_: True).result(timeout=30)
+        (outcomes, _), _ = sandbox.submit(Job(look, ("", "")), lambda *_: True).result(timeout=30)
+        assert [outcome.output for outcome in outcomes] == [b"[] False False\n"] * 2
+
+
+def test_clean_environment(sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("QUADS_TOKEN", "do not tell")
+    code = """
+import os
+open_fds = []
+for fd in range(4, 1024):  # 3 is for the value of a called function
+    try: os.fstat(fd); open_fds.append(fd)
+    except OSError: pass
+print(os.environ.get('QUADS_TOKEN'), open_fds)
+"""
+    (outcomes, _), _ = sandbox.submit(Job(code, ("",)), lambda *_: True).result(timeout=30)
+    assert outcomes[0].output == b"None []\n"
+
+
+CALLS = {
+    "fn_name": "add",
+    "inputs": [[1, 2], [3, 4], ["a", "b"]],
+    "outputs": [[3], 7, "ab"],
+}
+
+
+def test_function_calls(sandbox: Sandbox) -> None:
+    tests = parse_tests(CALLS, "pairs")
+
+    def reward(code: str, score: str = "all") -> float:
+        return submit_program(sandbox, tests, f"```\n{code}\n```", score).result(timeout=30).reward
+
+    assert reward("def add(a, b):\n    return a + b") == 1.0
+    assert (
+        reward(
+            "class Solution:\n    def add(self, a: List[int], b) -> int:\n        print('noise')\n        return a + b"
+        )
+        == 1.0
+    )
+    assert reward("def add(a, b):\n    return a - b") == 0.0
+    assert reward("def add(a, b):\n    return a + b if type(a) is int else None", "fraction") == pytest.approx(2 / 3)
+    assert reward("def sub(a, b):\n    return a + b") == 0.0
+    assert reward("def add(a, b):\n    return {1, 2}") == 0.0  # no JSON value
+    forged = "import os\ndef add(a, b):\n    os.write(3, b'3'); os._exit(0)"
+    assert reward(forged, "fraction") == pytest.approx(
+        1 / 3
+    )  # a guess is worth what it is worth: the first test's answer
+
+
+def test_all_or_fraction(sandbox: Sandbox) -> None:
+    tests = CodeTests("", ("1", "2", "3", "4"), ("1", "2", "0", "4"))
+    code = "```python\nprint(input())\n```"
+    assert submit_program(sandbox, tests, code, "all").result(timeout=30).reward == 0.0
+    assert submit_program(sandbox, tests, code, "fraction").result(timeout=30).reward == 0.75
+
+
+def test_total_time_ends_a_slow_program(sandbox: Sandbox) -> None:
+    """Ten tests of 0.9 s each: every one is within its limit, all of them are not (2.5 s)."""
+    tests = CodeTests("", ("",) * 10, ("1",) * 10)
+    verdict = submit_program(sandbox, tests, "```\nimport time\ntime.sleep(0.9)\nprint(1)\n```").result(timeout=30)
+    assert verdict.reward == 0.0
+    assert verdict.seconds < 2.5 + TIME_S + SLACK_S
+
+
+def test_refusal_without_isolation(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Sandbox, "_try", lambda self, mechanism: "not permitted")
+    with pytest.raises(UserError, match=r"cannot be isolated.*namespaces: not permitted.*sandbox = \"none\""):
+        Sandbox(_settings("auto"))
+
+
+def test_none_runs_with_limits_only() -> None:
+    sandbox = Sandbox(_settings("none"))
+    try:
+        for program, reward in (("print(int(input()) ** 2)", 1.0), ("while True: pass", 0.0)):
+            assert _submit(sandbox, program, "7\n", "49\n").result(timeout=30).reward == reward
+        daemon = "import os, time\nif os.fork() == 0:\n    os.setsid()\n    time.sleep(3600)\nprint(49)"
+        assert _submit(sandbox, daemon, "7\n", "49\n").result(timeout=30).reward == 1.0
+        assert _wait_for(lambda: all(_descendants(server) == 0 for server in _servers()))
+    finally:
+        sandbox.close()
