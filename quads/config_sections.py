@@ -126,6 +126,7 @@ class SourceSettings:
     )
     percent_as_unit: bool = key(False, "reward math: 25% also answers 25, as where a question asks for a percentage")
     code_score: Literal["all", "fraction"] = key("all", "reward code: 1 if all tests pass, or the fraction that does")
+    bad_rows: Literal["error", "drop"] = key("error", "rows that cannot be used: stop and list them, or drop and count")
     where: dict[str, Any] = key({}, "keep rows whose column has this value, or one of these values")
     language: Literal["", "en", "zh"] = key("", "keep prompts written in this language, judged by their script")
     min_prompt_tokens: int = key(0, "drop shorter prompts", low=0)

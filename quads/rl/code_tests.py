@@ -82,12 +82,19 @@ def _parse_pairs(pairs: Any, numeric_lines: bool, function: str = "") -> CodeTes
     for number, pair in enumerate(pairs, 1):
         if not isinstance(pair, dict) or "input" not in pair or "output" not in pair:
             raise ValueError(f"test {number} must be an object with input and output")
-        function = function or pair.get("fn_name") or ""
+        function = function or _function_name(pair)
         inputs.append(pair["input"])
         outputs.append(pair["output"])
     if function:
-        return _call_tests(function, inputs, outputs, boxed=False)
+        return _call_tests(function, inputs, outputs, boxed=not numeric_lines)
     return _stdin_tests(inputs, outputs, numeric_lines)
+
+
+def _function_name(pair: dict[str, Any]) -> str:
+    """Of a pair that calls a function: fn_name, or metadata.func_name beside testtype = "functional"."""
+    if pair.get("testtype") == "functional" and isinstance(pair.get("metadata"), dict):
+        return pair["metadata"].get("func_name") or ""
+    return pair.get("fn_name") or ""
 
 
 def _parse_table(table: dict[str, Any]) -> CodeTests:
@@ -100,11 +107,11 @@ def _parse_table(table: dict[str, Any]) -> CodeTests:
         raise ValueError("there are no tests")
     if table.get("fn_name"):
         return _call_tests(table["fn_name"], list(inputs), list(outputs), boxed=True)
-    # Some rows store a test as a list of lines.
+    # Some rows store a test as a list of lines. Such sets have always been graded leniently on spaces and numbers.
     joined = [
         ["\n".join(map(str, text)) if isinstance(text, list) else text for text in side] for side in (inputs, outputs)
     ]
-    return _stdin_tests(*joined, numeric_lines=False)
+    return _stdin_tests(*joined, numeric_lines=True)
 
 
 def _parse_livecodebench(row: Any) -> CodeTests:

@@ -66,7 +66,7 @@ def read_rows(
         place, unit: for messages: `line 7 of train.jsonl` is unit "line", place "train.jsonl".
 
     Raises:
-        UserError: after the last row, if any was bad; lists the first ten.
+        UserError: after the last row, if any was bad and `bad_rows` is not "drop"; lists the first ten.
     """
     bad: list[tuple[int, str]] = []
     seen_ids: dict[str, int] = {}
@@ -84,7 +84,10 @@ def read_rows(
                 raise BadRow(f"id {row.id!r} is already that of {unit} {seen_ids[row.id]}")
             seen_ids[row.id] = number
         except BadRow as reason:
-            bad.append((number, str(reason)))
+            if settings.bad_rows == "drop":
+                counts["unusable row"] = counts.get("unusable row", 0) + 1
+            else:
+                bad.append((number, str(reason)))
             continue
         if not bad:
             yield row
@@ -200,7 +203,9 @@ def _text_answer(value: Any, settings: SourceSettings) -> str | None:
 
 
 def _kind(value: Any) -> str:
-    names = {dict: "an object", list: "a list", str: "text", bool: "a truth value", type(None): "null"}
+    if value is None:
+        return "null"
+    names = {dict: "an object", list: "a list", str: "text", bool: "a truth value", int: "a number", float: "a number"}
     shown = repr(value)
     return (
         f"{names.get(type(value), f'a {type(value).__name__}')} ({shown if len(shown) <= 40 else shown[:37] + '...'})"
