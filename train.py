@@ -24,6 +24,7 @@ from quads.rl.advantage import group_advantages
 from quads.rl.evaluate import eval_metrics, strip_stop
 from quads.rl.learner import merge_updates
 from quads.rl.packing import Sample
+from quads.run_folder import check_run_folder
 from quads.signals import StopRequest
 from quads.types import Completion, Example
 
@@ -32,6 +33,7 @@ from quads.types import Completion, Example
 def main(argv: list[str]) -> None:
     cfg = load_config(argv)
     with init_distributed(cfg.parallel, cfg.train) as world:
+        check_run_folder(Path(cfg.train.out))
         parts = build_parts(cfg, world)
         if parts is None:
             world.print("dry run: config, data, tokenizer and memory are fine")

@@ -4,19 +4,20 @@ Everything that can be wrong with a config is found here, before anything large 
 configs, tokenizer and data first, prints the precision banner and the memory estimate, and only then makes weights.
 """
 
+import importlib.util
 import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
-from quads.checkpoint import load_model_weights
+from quads.checkpoint import find_checkpoint, load_model_weights
 from quads.config import Config
 from quads.distributed import Distributed, derive_seed
 from quads.errors import UserError
 from quads.memory import check_memory, estimate_memory, format_estimate
 from quads.model.config import ARCHITECTURES, ModelConfig, load_config
-from quads.model.hf import load_hf
+from quads.model.hf import HFCheckpoint, load_hf
 from quads.model.model import MoEDecoder
 from quads.model.parallelize import load_hf_sharded, parallelize, write_part
 from quads.quant.learner import convert_learner
@@ -109,6 +110,13 @@ def build_parts(cfg: Config, world: Distributed, checkpoint: str = "") -> Parts 
     world.print(format_estimate(estimate))
     check_memory(estimate, device, processes_here)
     check_sample_count(cfg, world)
+    if cfg.model.path:
+        HFCheckpoint(cfg.model.path, model_config)  # reads the files' headers alone
+    if cfg.checkpoint.resume not in ("", "latest"):
+        find_checkpoint(Path(cfg.checkpoint.resume))
+    check_engine(cfg.rollout.engine)
+    if cfg.eval.every and not task.eval_set(1):
+        raise UserError("[eval] every is set but no source has test rows; raise its eval_rows, or set every = 0")
     if cfg.dry_run:
         return None
 
@@ -151,6 +159,12 @@ def check_vocabulary(tokenizer: Tokenizer, model_config: ModelConfig) -> None:
             f"the tokenizer has {tokenizer.vocab_size} tokens but the model's vocabulary is {model_config.vocab_size}; "
             "set [model] tokenizer to the one the model was trained with"
         )
+
+
+def check_engine(engine: str) -> None:
+    """Importing vLLM takes long, so this only looks for it."""
+    if engine == "vllm" and importlib.util.find_spec("vllm") is None:
+        raise UserError("[rollout] engine = 'vllm' needs the extra: pip install -e '.[vllm]'; 'native' needs nothing")
 
 
 def check_sample_count(cfg: Config, world: Distributed) -> None:
@@ -202,12 +216,8 @@ def build_engine(
         from quads.rollout.native import NativeEngine
 
         return NativeEngine(model_config, spec, cfg.rollout, dtype, device)
-    try:
-        from quads.rollout.vllm_engine import VLLMEngine
-    except ImportError as error:
-        raise UserError(
-            f"[rollout] engine = 'vllm' needs the extra: pip install -e '.[vllm]' ({error}); 'native' needs nothing"
-        ) from None
+    from quads.rollout.vllm_engine import VLLMEngine
+
     return VLLMEngine(model_config, spec, cfg.rollout, dtype, device, routed_experts=cfg.rl.routing_replay)
 
 

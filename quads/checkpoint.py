@@ -26,6 +26,7 @@ from quads.checkpoint_state import (
     Trainable,
     TrainState,
     checkpoint_content,
+    damaged,
     load_checkpoint,
     load_weights,
     single_process_is_fine,
@@ -62,7 +63,7 @@ class Checkpointer:
         `latest` without any complete checkpoint is a fresh start too: the run was stopped before its first save.
 
         Raises:
-            UserError: no such checkpoint, or it holds another model.
+            UserError: no such checkpoint, a damaged one, or one of another model.
         """
         if not self.settings.resume:
             return TrainState()
@@ -73,9 +74,13 @@ class Checkpointer:
                 return TrainState()
         else:
             path = find_checkpoint(Path(self.settings.resume))
+        try:
+            changes = config_changes((path / "config.toml").read_text(encoding="utf-8"), self.config_text)
+        except (OSError, ValueError) as error:
+            raise damaged(path, error) from None
         state = load_checkpoint(path, learner)
         _print(f"resuming from {path}")
-        for change in config_changes((path / "config.toml").read_text(encoding="utf-8"), self.config_text):
+        for change in changes:
             if not change.startswith(("train.out:", "checkpoint.", "log.")):  # where to write, not what to compute
                 _print(f"  under a changed config: {change}")
         if _rank() == 0 and path.parent.resolve() == self.folder.resolve():

@@ -114,14 +114,25 @@ def _read(path: Path, content: dict[str, Any]) -> None:
     try:
         with single_process_is_fine():
             load(content, storage_reader=FileSystemReader(path))
-    except (CheckpointException, OSError) as error:
-        raise UserError(f"checkpoint {path} is damaged, use another one: {error}") from None
+    except CheckpointException as error:  # its own text is the traceback of every rank
+        raise damaged(path, next(iter(error.failures.values()))[0]) from None
+    except OSError as error:
+        raise damaged(path, error) from None
+
+
+def damaged(path: Path, error: BaseException) -> UserError:
+    """The error to raise for a checkpoint whose files cannot be read."""
+    reason = f"{type(error).__name__}: {error}".splitlines()[0].partition(". ")[0]  # torch goes on with advice
+    return UserError(f"checkpoint {path} is damaged, use another one ({reason})")
 
 
 def _read_train_state(path: Path) -> tuple[TrainState, dict[str, int]]:
-    saved = json.loads((path / "train_state.json").read_text(encoding="utf-8"))
-    counters = saved.pop("counters")
-    return TrainState(**saved), counters
+    try:
+        saved = json.loads((path / "train_state.json").read_text(encoding="utf-8"))
+        counters = saved.pop("counters")
+        return TrainState(**saved), counters
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise damaged(path, error) from None
 
 
 def _optimizer(learner: Trainable) -> dict[str, Any]:
@@ -142,8 +153,8 @@ def _stored_tensors(path: Path) -> dict[str, torch.Size]:
     """Shapes by name, from the checkpoint's own index."""
     try:
         metadata = FileSystemReader(path).read_metadata().state_dict_metadata
-    except OSError as error:
-        raise UserError(f"checkpoint {path} is damaged, use another one: {error}") from None
+    except Exception as error:  # unpickling a damaged file raises anything
+        raise damaged(path, error) from None
     return {name: entry.size for name, entry in metadata.items() if isinstance(entry, TensorStorageMetadata)}
 
 

@@ -124,6 +124,13 @@ def resolve(cfg: Config, config_path: Path | None = None) -> Config:
         raise UserError(
             f"[optim] warmup_steps = {cfg.optim.warmup_steps} is more than [train] steps = {cfg.train.steps}"
         )
+    if max(cfg.optim.betas) >= 1:
+        raise UserError(f"[optim] betas = {list(cfg.optim.betas)} must be below 1: a moment would never move")
+    if cfg.parallel.compile and model.dtype == "float32":
+        raise UserError(
+            '[parallel] compile = true needs [model] dtype = "bfloat16": torch compiles the grouped matmul of experts '
+            "for bf16 alone"
+        )
     if cfg.parallel.fsdp % cfg.parallel.ep:
         raise UserError(f"[parallel] fsdp = {cfg.parallel.fsdp} must be a multiple of ep = {cfg.parallel.ep}, or 0")
     return dataclasses.replace(

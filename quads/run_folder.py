@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from quads.config import Config, config_to_toml
+from quads.errors import UserError
 
 CONTENT = ("config.toml", "metrics.jsonl", "samples.jsonl", "checkpoints", "tb", "plots")
 REPORTED_PACKAGES = ("quads", "torch", "torchao", "triton", "vllm", "numpy")
@@ -29,13 +30,27 @@ def open_run_folder(out: Path, cfg: Config, resume_step: int) -> None:
     At step 0 an earlier run is moved to previous_N. Later, the rows of steps after `resume_step` are cut from the logs:
     they will be written again, so that a resumed run leaves the files of a straight one.
     """
-    out.mkdir(parents=True, exist_ok=True)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(
+            f"[train] out = '{out}' cannot be made a folder: {error.strerror}; choose another one"
+        ) from None
     if resume_step == 0:
         _set_aside(out)
     else:
         for name in ("metrics.jsonl", "samples.jsonl"):
             _cut_rows(out / name, resume_step)
     _replace(out / "config.toml", f"{run_header()}\n{config_to_toml(cfg)}".encode())
+
+
+def check_run_folder(out: Path) -> None:
+    """Raises UserError if `out` cannot become a run's folder; makes nothing."""
+    nearest = next(path for path in (out, *out.resolve().parents) if path.exists())
+    if not nearest.is_dir():
+        raise UserError(f"[train] out = '{out}': {nearest} is a file; choose another folder")
+    if not os.access(nearest, os.W_OK | os.X_OK):
+        raise UserError(f"[train] out = '{out}': {nearest} cannot be written to; choose another folder")
 
 
 def run_header() -> str:

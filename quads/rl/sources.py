@@ -125,7 +125,7 @@ def read_jsonl(path: Path, where: str) -> Iterator[tuple[int, Any]]:
                 if not line.strip():
                     continue
                 try:
-                    yield number, json.loads(line.decode("utf-8"))
+                    yield number, json.loads(line.decode("utf-8").rstrip())
                 except UnicodeDecodeError as error:
                     yield number, BadRow(f"is not UTF-8 text (byte {error.start + 1} of the line)")
                 except json.JSONDecodeError as error:
