@@ -11,12 +11,14 @@ Shapes: e experts (1 for a linear layer), N rows, K columns.
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import ModuleType
 
 import torch
 from torch import Tensor
 
 from quads.errors import UserError
 from quads.quant import nvfp4
+from quads.quant.backend import load_kernels
 from quads.quant.tensor import NVFP4Tensor
 
 Member = str | int  # "q", "w1", shard number, ...
@@ -93,9 +95,12 @@ class GroupLoader:
             g = self._common_scale(packed)
             quantized = [part.of_packed(tensor) for part, tensor in pieces]
         else:
-            g, gs = self._new_scale(tensors)
             # What is quantized is the bf16 value of a weight, everywhere.
-            quantized = [nvfp4.quantize(part.of(t).to(torch.bfloat16), g, self._mode, gs=gs)[:2] for part, t in pieces]
+            g, gs = nvfp4.global_scale(torch.stack([_amax(t.to(torch.bfloat16)) for t in tensors]).amax(0), self._mode)
+            operators = _operators(tensors[0].device)
+            quantized = [
+                operators.quantize(part.of(t).to(torch.bfloat16), g, self._mode, gs=gs)[:2] for part, t in pieces
+            ]
         codes = torch.cat([codes for codes, _ in quantized], dim=-2)
         scales = torch.cat([scales.view(torch.uint8) for _, scales in quantized], dim=-2)
         if codes.dim() == 2:
@@ -108,9 +113,19 @@ class GroupLoader:
             raise UserError(f"{self._name}: matrices of one sharing group were packed with different global scales")
         return scales[0]
 
-    def _new_scale(self, tensors: list[Tensor]) -> tuple[Tensor, Tensor]:
-        amax = torch.stack([nvfp4.finite_amax(t.to(torch.bfloat16), dim=(-2, -1)) for t in tensors]).amax(0)
-        return nvfp4.global_scale(amax, self._mode)
+
+def _operators(device: torch.device) -> ModuleType:
+    """Where `quantize` comes from: the specification, or the same operator as a kernel."""
+    return load_kernels() if device.type == "cuda" else nvfp4
+
+
+def _amax(tensor: Tensor) -> Tensor:
+    """Finite amax of each matrix of [N, K] or [e, N, K]: [1, 1] or [e, 1, 1]."""
+    if tensor.is_cuda:
+        from quads.quant.kernels_pack import weight_amax
+
+        return weight_amax(tensor).view((-1, 1, 1) if tensor.dim() == 3 else (1, 1))
+    return nvfp4.finite_amax(tensor, dim=(-2, -1))
 
 
 class PlainLoader:
