@@ -27,7 +27,7 @@ from quads.rl.balance import attention_break_even, pack_balanced
 from quads.rl.evaluate import EvalResult, JudgedPrompt, evaluate
 from quads.rl.learner import Learner
 from quads.rl.packing import Microbatch, Sample
-from quads.rl.rewards import RewardPool
+from quads.rl.rewards import RewardPool, check_isolation
 from quads.rl.tasks import Task, build_task
 from quads.rl.tokenizer import Tokenizer
 from quads.rollout.engine import Engine
@@ -102,6 +102,7 @@ def build_parts(cfg: Config, world: Distributed, checkpoint: str = "") -> Parts 
     task = build_task(cfg.task, cfg.sources, tokenizer, cfg.train.seed, cfg.rollout.max_prompt_tokens)
     for line in task.report:
         world.print(line)
+    check_isolation(cfg.reward, cfg.sources)
     world.print(banner(spec, cfg.rollout.engine, cfg.rollout.kernel, device, dtype))
     processes_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     estimate = estimate_memory(

@@ -13,11 +13,12 @@ import argparse
 import dataclasses
 import json
 import re
+from collections.abc import Mapping
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
-from quads.config_sections import RewardSettings
+from quads.config_sections import RewardSettings, SourceSettings
 from quads.errors import main_guard
 from quads.rl.code_reward import submit_program
 from quads.rl.code_tests import parse_tests
@@ -75,6 +76,12 @@ class RewardPool:
         for pool in (self._judges, self._sandbox):
             if pool:
                 pool.close()
+
+
+def check_isolation(settings: RewardSettings, sources: Mapping[str, SourceSettings]) -> None:
+    """UserError if a source runs programs and they cannot be isolated: better now than after the first rollout."""
+    if any(source.reward == "code" for source in sources.values()):
+        Sandbox(settings).close()
 
 
 def tagged(text: str, tag: str) -> str | None:
