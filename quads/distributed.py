@@ -159,6 +159,28 @@ def agree(flag: bool) -> bool:
     return bool(value)
 
 
+@contextmanager
+def imagined_processes(parallel: ParallelSettings, size: int) -> Iterator[Distributed]:
+    """The first of `size` processes that do not exist: meshes as they would be, collectives that do nothing. For
+    planning, on the meta device.
+
+    Raises:
+        UserError: [parallel] does not multiply to the number of processes.
+    """
+    from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the backend "fake"
+
+    fsdp = _fsdp_size(parallel, size)
+    if size == 1:
+        yield Distributed(0, 1, torch.device("meta"), 0)
+        return
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=size)
+    try:
+        meshes = build_meshes("cpu", parallel.replicate, fsdp, parallel.ep)
+        yield Distributed(0, size, torch.device("meta"), 0, meshes)
+    finally:
+        dist.destroy_process_group()
+
+
 def build_meshes(device_type: str, replicate: int, fsdp: int, ep: int) -> Meshes:
     """Device meshes over all replicate * fsdp processes; each ep group is `ep` neighbouring ranks."""
     world = init_device_mesh(device_type, (replicate, fsdp // ep, ep), mesh_dim_names=("replicate", "efsdp", "ep"))

@@ -1,0 +1,115 @@
+import time
+
+import pytest
+import torch
+
+from quads.config import load_config
+from quads.config_sections import ParallelSettings, QuantSettings, RLSettings, RolloutSettings
+from quads.errors import UserError
+from quads.memory import GIB, activation_elements, check_memory, estimate_memory
+from quads.model.config import ARCHITECTURES
+from quads.plan import count_local_parameters, describe, main, make_plan, rollout_rate, ways_to_fit
+from quads.quant.recipes import resolve
+
+MOE25B = ARCHITECTURES["moe25b_a3b"]
+
+
+def config(*overrides):
+    return load_config(["--config", "configs/moe25b_quads.toml", *overrides])
+
+
+def plan(cfg, gpus):
+    return make_plan(cfg, MOE25B, gpus, count_local_parameters(cfg, MOE25B, gpus))
+
+
+@pytest.mark.parametrize(
+    ("gpus", "ep", "billions"), [(16, 16, 1.5967), (8, 8, 3.1934), (32, 16, 0.7984), (1, 1, 25.547)]
+)
+def test_local_parameters(gpus, ep, billions):
+    """All of 25.547B divide evenly here (4096, 512 and 151936 rows, 128 experts)."""
+    assert count_local_parameters(config("--parallel.ep", str(ep)), MOE25B, gpus) == pytest.approx(
+        billions * 1e9, rel=1e-4
+    )
+
+
+def test_learner_memory_by_hand():
+    parts = plan(config("--optim.moments", "float32"), 16).memory.parts
+    assert parts["master weights"] == parts["gradients"] == pytest.approx(5.95, abs=0.01)
+    assert parts["Adam moments"] == pytest.approx(11.90, abs=0.01)
+    # 24.16B expert and 0.75B attention weights in 4.5 bits, a sixteenth of them
+    assert parts["learner's quantized weights"] == pytest.approx(24.92e9 * 0.5625 / 16 / GIB, rel=0.01)
+    assert parts["engine weights"] == pytest.approx((24.92e9 * 0.5625 + 0.63e9 * 2) / GIB, rel=0.01)
+    # 40 layers keep [35840, 2048] in bf16; one layer is computed again
+    kept = 40 * 35840 * 2048 * 2 / GIB
+    assert kept < parts["activations"] < 2.5 * kept
+
+
+def test_moments_elsewhere_take_no_memory_here():
+    for moments, per_parameter in (("cpu", 0.0), ("8bit", 2.03125)):
+        parts = plan(config("--optim.moments", moments), 16).memory.parts
+        assert parts["Adam moments"] == pytest.approx(per_parameter * 1.5967e9 / GIB, rel=1e-3)
+
+
+def test_checkpointing_saves_activations_in_order():
+    sizes = [activation_elements(MOE25B, mode) for mode in ("none", "selective", "moe", "full")]
+    assert sizes == sorted(sizes, reverse=True) and sizes[0] > 10 * sizes[-1]
+
+
+def test_gathering_bf16_keeps_a_quantized_copy_of_every_layer():
+    spec = resolve(QuantSettings(recipe="quads"))
+    parallel = ParallelSettings(ep=16)
+    args = (MOE25B, spec, RolloutSettings(), RLSettings(), torch.bfloat16, parallel, 16)
+    bf16, packed = (
+        estimate_memory(*args, all_gather).parts["weights in the compute dtype"] for all_gather in ("bf16", "packed")
+    )
+    layer = (MOE25B.num_experts // 16 * 3 * 2048 * 768 + 2048 * 128 * 72) * 2 / GIB
+    assert bf16 - packed == pytest.approx(40 * layer, rel=0.02)
+
+
+def test_what_does_not_fit_says_what_would():
+    cfg = config("--parallel.activation_checkpointing", "none")
+    too_large = plan(cfg, 16)
+    text = describe(cfg, MOE25B, too_large, 139.8, 8192)
+    assert "DOES NOT FIT" in text and "on 16 GPUs: --parallel.activation_checkpointing full" in text
+    assert ways_to_fit(cfg, MOE25B, too_large, 1.0) == []
+    assert "no setting that this plan knows" in describe(cfg, MOE25B, too_large, 1.0, 8192)
+
+
+def test_impossible_arrangements_are_named():
+    with pytest.raises(UserError, match="do not fit 8 processes"):
+        count_local_parameters(config(), MOE25B, 8)
+    with pytest.raises(UserError, match="cannot be split evenly over 48"):
+        count_local_parameters(config("--parallel.ep", "3", "--rl.group_size", "10"), MOE25B, 48)
+    with pytest.raises(UserError, match="ep = 48 must divide the model's 128 experts"):
+        count_local_parameters(config("--parallel.ep", "48", "--rl.group_size", "12"), MOE25B, 48)
+
+
+def test_rollout_rate_follows_the_table():
+    assert rollout_rate("bf16", 64, MOE25B) == pytest.approx(4051, rel=0.02)
+    assert rollout_rate("bf16", 4, MOE25B) == pytest.approx(1456 / 4, rel=0.02)
+    assert rollout_rate("fp8", 1000, MOE25B) == pytest.approx(20525, rel=0.02)
+    assert rollout_rate("w4a4_residual", 160, MOE25B) == pytest.approx((5711 + 12221) / 2, rel=0.02)
+
+
+def test_command(capsys):
+    start = time.monotonic()
+    assert main(["--config", "configs/moe25b_quads.toml", "--gpus", "16"]) == 0
+    assert time.monotonic() - start < 10
+    out = capsys.readouterr().out
+    assert "1.597B parameters" in out and ": fits" in out and "260 steps" in out
+    assert main(["--config", "configs/moe25b_quads.toml", "--gpus", "16", "--gpu-memory", "80"]) == 1
+    with pytest.raises(SystemExit) as failed:
+        main(["--config", "configs/moe25b_quads.toml", "--gpus", "many"])
+    assert failed.value.code == 2 and "--gpus = many must be a number above 0" in capsys.readouterr().err
+
+
+def test_processes_on_one_machine_share_its_memory():
+    spec = resolve(QuantSettings(recipe="bf16"))
+    rollout, rl = (
+        RolloutSettings(max_batch=1, max_new_tokens=64, max_prompt_tokens=8),
+        RLSettings(microbatch_tokens=128),
+    )
+    estimate = estimate_memory(ARCHITECTURES["tiny"], spec, rollout, rl, torch.float32)
+    check_memory(estimate, torch.device("cpu"))
+    with pytest.raises(UserError, match="use more processes"):
+        check_memory(estimate, torch.device("cpu"), processes_here=1_000_000)
