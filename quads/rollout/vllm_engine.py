@@ -223,8 +223,11 @@ class VLLMEngine:
             self._asleep, self._complete = {"weights", "kv_cache"}, False
 
     def wake(self) -> None:
-        """Take all memory again, at its old addresses. Weights are undefined until the next `update_weights`, which wakes
-        their part by itself: sleep -> learn -> update_weights -> wake never holds the KV cache while weights travel."""
+        """Take all memory again, at its old addresses. Weights are undefined until the next `update_weights`.
+
+        That one wakes their part by itself: with sleep, learn, update_weights, wake the KV cache is away while weights
+        travel.
+        """
         self._wake("weights")
         self._wake("kv_cache")
 

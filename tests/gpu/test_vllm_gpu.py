@@ -1,0 +1,201 @@
+"""The vLLM engine on a GPU: CUDA graphs, Triton layers, in-place syncs, sleep, routing, and exports in stock vLLM.
+
+Set VLLM_USE_FLASHINFER_SAMPLER=0 where FlashInfer is not installed.
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from quads.config_sections import RolloutSettings
+from quads.errors import UserError
+from quads.export import export
+from quads.model.attention import PackedContext, routing
+from quads.model.config import ARCHITECTURES
+from quads.model.model import MoEDecoder
+from quads.quant.recipes import QuantSpec
+from quads.rollout.native import NativeEngine
+from quads.rollout.sync import sync
+from quads.types import Completion, Sampling
+from tests.vllm_models import logprobs_of
+
+pytestmark = [pytest.mark.gpu, pytest.mark.vllm]
+
+# No dimension is a multiple of the kernels' 128 but the number of experts.
+CONFIG = replace(
+    ARCHITECTURES["tiny"],
+    vocab_size=1000,
+    hidden_size=320,
+    head_dim=64,
+    moe_intermediate_size=192,
+    num_experts=16,
+    top_k=4,
+)
+SETTINGS = RolloutSettings(max_batch=16, max_prompt_tokens=256, max_new_tokens=64)
+GRAPHS = {"compilation_config": {"cudagraph_capture_sizes": [1, 2, 4, 8, 16]}}
+CUDA = torch.device("cuda")
+SAMPLING = Sampling(24, 0.9)
+
+
+def spec_of(precision: Any, **changes: Any) -> QuantSpec:
+    return replace(QuantSpec("bf16", "bf16", "bf16"), rollout=precision, **changes)
+
+
+def make_learner(seed: int = 0) -> MoEDecoder:
+    with CUDA:
+        model = MoEDecoder(CONFIG, torch.bfloat16)
+        model.init_weights(torch.Generator("cuda").manual_seed(seed))
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.dim() > 1:
+                    parameter.mul_(3.0)
+    return model
+
+
+def make_vllm(spec: QuantSpec, **options: Any) -> Any:
+    from quads.rollout.vllm_engine import VLLMEngine
+
+    settings = replace(SETTINGS, gpu_memory_gib=1.0)
+    options = {**GRAPHS, **options}
+    return VLLMEngine(CONFIG, spec, settings, torch.bfloat16, CUDA, routed_experts=True, llm_options=options)
+
+
+def make_prompts(count: int) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randint(0, 1000, (3 + 7 * i,), generator=generator).tolist() for i in range(count)]
+
+
+def mean_gap(model: MoEDecoder, prompts: list[list[int]], groups: list[list[Completion]]) -> float:
+    """Mean |log-prob of the engine - of the model| over all tokens."""
+    gaps = []
+    with CUDA:
+        for prompt, group in zip(prompts, groups, strict=True):
+            for c in group:
+                gaps.append((logprobs_of(model, prompt, c.token_ids, 0.9).cpu() - torch.tensor(c.logprobs)).abs())
+    return float(torch.cat(gaps).mean())
+
+
+@pytest.fixture(scope="module", params=["bf16", "w4a16", "w4a4", "w4a4_residual"])
+def pair(request: pytest.FixtureRequest) -> Iterator[Any]:
+    spec = spec_of(request.param, selection="token", residual_sites=("w13", "w2", "qkv", "o"))
+    learner = make_learner()
+    engine = make_vllm(spec)
+    sync(learner, engine, spec, version=1, verify=True)  # bytes read back from the kernels' layout equal the learner's
+    native = NativeEngine(CONFIG, spec, SETTINGS, torch.bfloat16, CUDA, report=lambda line: None)
+    sync(learner, native, spec, version=1)
+    yield request.param, spec, engine, native
+    engine.close()
+
+
+def test_logprobs_are_those_of_our_model(pair: Any) -> None:
+    """bf16 rounding apart; where activations are 4-bit, rounding flips codes and is amplified."""
+    precision, _, engine, native = pair
+    prompts = make_prompts(7)
+    groups = engine.generate(prompts, 2, SAMPLING, list(range(14)))
+    gap = mean_gap(native.model, prompts, groups)
+    print(f"{precision}: mean gap to the native model {gap:.4f}")
+    assert gap < (0.15 if "a4" in precision else 0.03)
+
+
+def test_forty_syncs_leave_memory_and_addresses_alone(pair: Any) -> None:
+    _, spec, engine, _ = pair
+    learners = make_learner(1), make_learner(0)
+    prompts = make_prompts(3)
+    before = engine.generate(prompts, 1, SAMPLING, [5, 6, 7])
+    addresses = engine._on_model(lambda model: {name: p.data_ptr() for name, p in model.named_parameters()})
+    memory = []
+    for step in range(40):
+        sync(learners[step % 2], engine, spec, version=step + 2)
+        torch.cuda.synchronize()
+        memory.append(torch.cuda.memory_allocated())
+    sync(learners[1], engine, spec, version=50, verify=True)
+    assert memory[-1] <= memory[1]
+    assert addresses == engine._on_model(lambda model: {name: p.data_ptr() for name, p in model.named_parameters()})
+    after = engine.generate(prompts, 1, SAMPLING, [5, 6, 7])
+    assert [c.token_ids for g in before for c in g] == [c.token_ids for g in after for c in g]
+    assert after[0][0].policy_version == 50
+
+
+def test_sleep_gives_memory_back_and_a_sync_restores_the_policy(pair: Any) -> None:
+    _, spec, engine, _ = pair
+    learner, prompts = make_learner(0), make_prompts(3)
+    sync(learner, engine, spec, version=1)
+    before = engine.generate(prompts, 1, SAMPLING, [5, 6, 7])
+    free = torch.cuda.mem_get_info()[0]
+    engine.sleep()
+    assert torch.cuda.mem_get_info()[0] - free > 1 << 30  # the KV cache alone is 1 GiB
+    with pytest.raises(RuntimeError, match="sleeps"):
+        engine.generate(prompts, 1, SAMPLING, [5, 6, 7])
+    sync(learner, engine, spec, version=2, verify=True)  # wakes the weights
+    engine.wake()
+    after = engine.generate(prompts, 1, SAMPLING, [5, 6, 7])
+    assert [c.token_ids for g in before for c in g] == [c.token_ids for g in after for c in g]
+
+
+def test_padding_rows_are_told_apart(pair: Any) -> None:
+    """Three sequences decode in a graph of four rows; the fourth is not live."""
+    _, _, engine, _ = pair
+    engine.generate(make_prompts(3), 1, SAMPLING, [5, 6, 7])
+    if engine._quant._live_M is not None:
+        assert int(engine._quant._live_M.sum()) == 3
+
+
+def test_routed_experts_are_those_of_our_model(pair: Any) -> None:
+    """In bf16 a few near-ties of the router go the other way."""
+    _, _, engine, native = pair
+    prompts = make_prompts(3)
+    groups = engine.generate(prompts, 1, SAMPLING, [5, 6, 7], routed_experts=True)
+    for prompt, (completion,) in zip(prompts, groups, strict=True):
+        theirs = completion.routed_experts
+        assert theirs.shape == (len(prompt) + 24 - 1, CONFIG.num_layers, CONFIG.top_k)
+        assert theirs.dtype == torch.int16
+        tokens = torch.tensor((prompt + completion.token_ids)[:-1], device=CUDA)
+        context = PackedContext.build([len(tokens)], CUDA)
+        context.record_routing = True
+        with torch.no_grad():
+            native.model(tokens, context)
+        same = theirs.sort(-1).values == routing(context).cpu().sort(-1).values
+        assert same.float().mean() > 0.9
+
+
+def test_what_no_kernel_serves_is_refused() -> None:
+    with pytest.raises(UserError, match="no GPU kernel serves w16a4"):
+        make_vllm(spec_of("w16a4"))
+
+
+@pytest.mark.parametrize("kind", ["nvfp4-modelopt", "nvfp4-compressed-tensors"])
+def test_exports_load_in_stock_vllm(kind: str, tmp_path: Path) -> None:
+    """The bytes of the learner under stock weight-only kernels give the log-probs of our w4a16."""
+    from vllm import LLM, SamplingParams
+
+    from quads.rollout.vllm_lifecycle import close
+
+    spec, learner, prompts = spec_of("w4a16"), make_learner(), make_prompts(5)
+    export(kind, CONFIG, spec, lambda name: learner.get_parameter(name).detach(), tmp_path)
+    native = NativeEngine(CONFIG, spec, SETTINGS, torch.bfloat16, CUDA, report=lambda line: None)
+    sync(learner, native, spec, version=1)
+    llm = LLM(
+        model=str(tmp_path),
+        skip_tokenizer_init=True,
+        logprobs_mode="processed_logprobs",
+        max_model_len=320,
+        max_num_seqs=16,
+        enforce_eager=True,
+        kv_cache_memory_bytes=1 << 30,
+        disable_log_stats=True,
+    )
+    try:
+        params = SamplingParams(temperature=0.9, max_tokens=24, ignore_eos=True, logprobs=0, detokenize=False, seed=3)
+        outputs = llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
+        groups = []
+        for output in outputs:
+            ids = list(output.outputs[0].token_ids)
+            steps = zip(output.outputs[0].logprobs, ids, strict=True)
+            groups.append([Completion(ids, [step[token].logprob for step, token in steps], "length", 0)])
+        assert mean_gap(native.model, prompts, groups) < 0.03
+    finally:
+        close(llm, keep_default_group=False)
