@@ -20,17 +20,18 @@ import torch
 
 from benchmarks.timing import graph_us
 from quads.quant import kernels
-from quads.quant.kernels_gemm import prefetch_tiles, w4_gemm_kernel
+from quads.quant.kernels_dense import expanded
+from quads.quant.kernels_gemm import w4_gemm_kernel
 from quads.quant.kernels_moe import max_blocks, route
-from quads.quant.kernels_quantize import Operand
-from quads.quant.kernels_tune import Tile
+from quads.quant.kernels_quantize import Compensation, Operand
+from quads.quant.kernels_tune import ShapeClass, Tile
 
 EXPERTS, HIDDEN, WIDTH, TOP_K = 128, 2048, 768, 8
 SHAPES = {"w13": (2 * WIDTH, HIDDEN), "w2": (HIDDEN, WIDTH), "qkv": (5120, 2048), "o": (2048, 4096)}
 MODES = {"w13": "gather", "w2": "scatter", "qkv": "dense", "o": "dense"}
 ROUTED = {1: (8,), 16: (8,), 64: (8, 16), 256: (16, 32), 1024: (32, 64), 4096: (64, 128)}
-DENSE = {1: (8,), 16: (8, 16), 64: (16, 32, 64), 256: (32, 64), 1024: (64, 128), 4096: (64, 128)}
-NUMBERS = ("n_rows", "N", "NB", "KB", "stride_x", "stride_out", "experts")
+DENSE = {16: (8, 16), 64: (16, 32, 64), 256: (32, 64)}
+NUMBERS = ("n_rows", "N", "NB", "KB", "stride_x", "stride_out")
 CLASS_ENDS = {1: 0.5, 16: 2, 64: 6, 256: 24, 1024: 96, 4096: None}  # tokens per expert
 
 
@@ -39,6 +40,8 @@ def candidates(bm: int, residual: bool, routed: bool) -> list[Tile]:
     out = []
     for (bn, warps), kstep, stages in itertools.product(((32, 1), (64, 2), (64, 4), (128, 4)), (1, 2), (2, 3, 4)):
         small = warps < 4
+        if not routed and (bn == 32 or stages != 3):
+            continue
         if routed and (bn == 32 or (bn == 64 and warps == 4)):  # never within 10 % of the best
             continue
         if columns > 32 and (small or kstep == 2):
@@ -50,6 +53,8 @@ def candidates(bm: int, residual: bool, routed: bool) -> list[Tile]:
         if columns > 128 and bn == 128:
             continue
         out.append(Tile(bn, kstep, stages, warps))
+        if not routed:
+            out += [Tile(bn, kstep, stages, warps, split) for split in (2, 4, 8)]
     return out
 
 
@@ -65,18 +70,18 @@ def arguments(layer: str, tokens: int, bm: int, tile: Tile, residual: bool) -> d
         "KB": -(-k // 128),
         "stride_x": k,
         "stride_out": stride_out,
-        "experts": EXPERTS,
     }
     constants = {
         "TOP_K": TOP_K if layer == "w13" else 1,
         "BM": bm,
         "BN": tile.bn,
-        "KSTEP": tile.kstep if -(-k // 128) % tile.kstep == 0 else 1,
+        "KSTEP": tile.kstep if -(-k // 128) // tile.split % tile.kstep == 0 else 1,
         "MODE": MODES[layer],
         "SCALED": True,
         "RESIDUAL": residual,
-        "PREFETCH": prefetch_tiles(MODES[layer], pairs, EXPERTS),
+        "SPLIT": tile.split,
         "ASM": True,
+        "launch_pdl": pairs >= EXPERTS if routed else tokens <= 16,
         "num_warps": tile.warps,
         "num_stages": tile.stages,
     }
@@ -92,7 +97,8 @@ def signature(args: dict) -> str:
 def precompile(job: tuple) -> None:
     pointers = (torch.bfloat16, torch.float32, torch.int16, torch.uint8, torch.float32, torch.int32, torch.int32)
     try:
-        w4_gemm_kernel.warmup(*pointers, torch.bfloat16, grid=(1,), **arguments(*job))
+        out = torch.bfloat16 if job[3].split == 1 else torch.float32
+        w4_gemm_kernel.warmup(*pointers, out, grid=(1,), **arguments(*job))
     except Exception as error:  # a configuration that does not fit is found again, and skipped, when it is timed
         print("does not compile:", job, str(error)[:80])
 
@@ -104,19 +110,28 @@ def measure(layer: str, tokens: int, bm: int, tile: Tile, residual: bool, weight
     rows = blocks * bm if layer == "w2" else tokens
     count = 2 * rows if residual else rows
     operand = Operand(torch.randn(count, k, device="cuda").bfloat16(), torch.rand(count, device="cuda"), None, residual)
-    args = arguments(layer, tokens, bm, tile, residual)
-    out = torch.empty(max(blocks * bm, tokens * TOP_K), args["stride_out"], dtype=torch.bfloat16, device="cuda")
-    grid = (blocks * args["NB"] * (128 // tile.bn),)
+    row = ShapeClass(float("inf"), bm, {layer if routed else "dense": tile})
+    width = {"w13": WIDTH, "w2": HIDDEN}.get(layer, n)
+    out_rows = {"w13": blocks * bm, "w2": tokens * TOP_K}.get(layer, tokens)
+    out = torch.empty(out_rows, width, dtype=torch.bfloat16, device="cuda")
 
     def call(i: int) -> None:
         weight = weights[i % len(weights)]
-        rows_, expert = (routings[i][0], routings[i][1]) if routed else (weight.g, weight.g)
-        w4_gemm_kernel[grid](
-            operand.data, operand.scale, weight.words, weight.scales, weight.g, rows_, expert, out, **args
-        )
+        if routed:
+            kernels._gemm(operand, weight, out, layer, row, "", blocks, tokens * TOP_K, routings[i], TOP_K)
+        else:
+            kernels._gemm(operand, weight, out, "dense", row, "", blocks, tokens)
 
     repeats = 8 if tokens <= 256 else 4
     return graph_us([lambda i=i: call(i) for i in range(repeats)], replays=5)
+
+
+def expand_us(weights: list, tokens: int, residual: bool) -> float:
+    """The whole linear layer by way of a bfloat16 weight."""
+    x = torch.randn(tokens, weights[0].k, device="cuda", dtype=torch.bfloat16)
+    how = Compensation(0.5, "token")
+    precision = "w4a4_residual" if residual else "w4a4"
+    return graph_us([lambda w=w: expanded(x, w, precision, how, None) for w in weights], replays=5)
 
 
 def weight(shape: tuple[int, ...], swiglu: bool = False) -> kernels.KernelWeight:
@@ -160,6 +175,7 @@ def main() -> None:
     target = Path(sys.argv[1])
     classes: dict[str, list] = json.loads(target.read_text())["classes"] if target.exists() else {}
     classes = {name: rows for name, rows in classes.items() if name.removesuffix("_residual") not in asked}
+    best_us: dict[tuple[str, int], float] = {}
     for residual in (False, True):
         suffix = "_residual" if residual else ""
         for name, table, pair in tables:
@@ -184,11 +200,12 @@ def main() -> None:
                             best = min(sums, key=sums.get)
                             options.append((sums[best], bm, [best], sums, {}))
                 us, bm, best, first, second = min(options, key=lambda option: option[0])
-                row: dict = {"up_to": CLASS_ENDS[tokens] if name == "moe" else (tokens if tokens < 4096 else None)}
+                row: dict = {"up_to": CLASS_ENDS[tokens] if name == "moe" else tokens}
                 row["bm"] = bm
                 for layer, tile in zip(("w13", "w2") if name == "moe" else ("dense",), best, strict=True):
                     row[layer] = list(tile)
                 rows.append(row)
+                best_us[name + suffix, tokens] = us
                 for other in sorted(options):
                     print(
                         name + suffix,
@@ -202,6 +219,16 @@ def main() -> None:
                     if name == "moe":
                         print(f"= {min(other[3].values()):.1f} + {min(other[4].values()):.1f}", end="")
                     print()
+    if "dense" in asked:
+        for residual in (False, True):
+            name = "dense_residual" if residual else "dense"
+            for tokens in DENSE:
+                us = sum(expand_us(stacks[layer], tokens, residual) for layer in ("qkv", "o"))
+                print(name, tokens, f"expanded: {us:.1f} us with quantization")
+                if us - 6 < best_us[name, tokens]:  # the other time is without quantization
+                    classes[name] = [row for row in classes[name] if row["up_to"] < tokens]
+                    break
+            classes[name].append({"up_to": None, "bm": 64, "dense": [128, 1, 3, 4], "expand": True})
     content = {
         "device": torch.cuda.get_device_name(),
         "found_by": "python -m benchmarks.tune_kernels",

@@ -19,7 +19,8 @@ from torch import Tensor
 
 from quads.errors import UserError
 from quads.quant import kernels_native
-from quads.quant.kernels_gemm import prefetch_tiles, w4_gemm_kernel
+from quads.quant.kernels_dense import expanded, sum_parts
+from quads.quant.kernels_gemm import w4_gemm_kernel
 from quads.quant.kernels_layout import TILE
 from quads.quant.kernels_math import compiled
 from quads.quant.kernels_moe import Routing, combine, route
@@ -125,10 +126,14 @@ def _gemm(
         return
     nb, kb = weight.words.shape[1:3]
     unused = weight.g
+    # Launched while the kernel before it runs, a grid that does not fill the GPU lands unevenly on it; measured: slower.
+    overlap = n_rows <= 16 if layer == "dense" else n_rows >= weight.experts
 
     def run(choice: Tile) -> None:
-        kstep = choice.kstep if kb % choice.kstep == 0 else 1
-        w4_gemm_kernel[(blocks * nb * (TILE // choice.bn),)](
+        split = choice.split if kb % choice.split == 0 else 1
+        kstep = choice.kstep if kb // split % choice.kstep == 0 else 1
+        target = out if split == 1 else torch.empty(split, *out.shape, dtype=torch.float32, device=out.device)
+        w4_gemm_kernel[(blocks * nb * (TILE // choice.bn) * split,)](
             operand.data,
             unused if operand.scale is None else operand.scale,
             weight.words,
@@ -136,14 +141,13 @@ def _gemm(
             weight.g,
             unused if routing is None else routing.rows,
             unused if routing is None else routing.expert,
-            out,
+            target,
             n_rows,
             weight.n,
             nb,
             kb,
             operand.data.stride(0),
             out.stride(0),
-            weight.experts,
             TOP_K=top_k,
             BM=row.bm,
             BN=choice.bn,
@@ -151,12 +155,14 @@ def _gemm(
             MODE=mode,
             SCALED=operand.scale is not None,
             RESIDUAL=operand.residual,
-            PREFETCH=prefetch_tiles(mode, n_rows, weight.experts),
+            SPLIT=split,
             ASM=compiled(),
             num_warps=choice.warps,
             num_stages=choice.stages,
-            launch_pdl=compiled(),
+            launch_pdl=compiled() and overlap,
         )
+        if split > 1:
+            sum_parts(target, out)
 
     run(tile(row, layer, name, weight.n, weight.k, run))
 
@@ -171,10 +177,13 @@ def linear(
 ) -> Tensor:
     """y = x W^T, bfloat16 [T, N]. x: bfloat16 [T, K]; live_T: bool [T], rows that take part in the channel scores."""
     tokens = x_TK.shape[0]
-    out = torch.empty(tokens, weight.n, dtype=torch.bfloat16, device=x_TK.device)
-    operand = _operand(x_TK, weight, precision, Compensation(ratio, selection), _bytes(live_T))
-    name = "dense_residual" if operand.residual else "dense"
+    name = "dense_residual" if precision == "w4a4_residual" else "dense"
     row = shape_class(x_TK.device, name, tokens, weight.path == "native_fp4")
+    compensation = Compensation(ratio, selection)
+    if row.expand:
+        return expanded(x_TK, weight, precision, compensation, _bytes(live_T))
+    out = torch.empty(tokens, weight.n, dtype=torch.bfloat16, device=x_TK.device)
+    operand = _operand(x_TK, weight, precision, compensation, _bytes(live_T))
     _gemm(operand, weight, out, "dense", row, name, triton.cdiv(tokens, row.bm), tokens)
     return out
 

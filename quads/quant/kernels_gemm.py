@@ -97,7 +97,7 @@ def _code_value(words, SIGN: tl.constexpr, HIGH: tl.constexpr):
 
 
 @triton.jit
-def _decode_asm(words, scale_bytes, BN: tl.constexpr, KSTEP: tl.constexpr):
+def decode_asm(words, scale_bytes, BN: tl.constexpr, KSTEP: tl.constexpr):
     """words int16 [BN, CW], scale_bytes uint8 [BN, 8 KSTEP] -> four bfloat16 [BN, CW] of e2m1 * e4m3 * 2**-8."""
     scale = tl.inline_asm_elementwise(_DECODE_SCALE, "=r,=r,r", [scale_bytes], tl.bfloat16, is_pure=True, pack=4)
     scale = tl.broadcast_to(scale.reshape(BN, KSTEP, 1, 8), (BN, KSTEP, 4, 8)).reshape(BN, 32 * KSTEP)
@@ -112,7 +112,7 @@ def _decode_asm(words, scale_bytes, BN: tl.constexpr, KSTEP: tl.constexpr):
 
 
 @triton.jit
-def _decode_plain(words, scale_bytes, BN: tl.constexpr, KSTEP: tl.constexpr):
+def decode_plain(words, scale_bytes, BN: tl.constexpr, KSTEP: tl.constexpr):
     """The same values in fp32 (each is exact in bfloat16), for the interpreter, which has no bfloat16 arithmetic."""
     scale = ((scale_bytes.to(tl.int32) << 20).to(tl.float32, bitcast=True) * 6.64613997892458e35) * 6.64613997892458e35
     scale = tl.broadcast_to(scale.reshape(BN, KSTEP, 1, 8), (BN, KSTEP, 4, 8)).reshape(BN, 32 * KSTEP)
@@ -143,19 +143,6 @@ def silu_mul(gate, up, ASM: tl.constexpr):
 
 
 @triton.jit
-def _prefetch(w_ptr, s_ptr, first_tile, row, KB, BN: tl.constexpr, TILES: tl.constexpr):
-    """Bring the first TILES weight tiles of a program (BN rows from `row`) into the L2 cache; changes nothing else."""
-    line = tl.arange(0, TILES * BN // 2)
-    tile = first_tile + tl.minimum(line // (BN // 2), KB - 1)
-    address = w_ptr + tile.to(tl.int64) * 4096 + row * 32 + (line % (BN // 2)) * 64
-    tl.inline_asm_elementwise("prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [address], tl.int32, False, 1)
-    line = tl.arange(0, TILES * BN // 16)
-    tile = first_tile + tl.minimum(line // (BN // 16), KB - 1)
-    address = s_ptr + tile.to(tl.int64) * 1024 + row * 8 + (line % (BN // 16)) * 128
-    tl.inline_asm_elementwise("prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [address], tl.int32, False, 1)
-
-
-@triton.jit
 def w4_gemm_kernel(
     x_ptr,
     x_scale_ptr,
@@ -171,7 +158,6 @@ def w4_gemm_kernel(
     KB,
     stride_x,
     stride_out,
-    experts,
     TOP_K: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
@@ -179,39 +165,30 @@ def w4_gemm_kernel(
     MODE: tl.constexpr,
     SCALED: tl.constexpr,
     RESIDUAL: tl.constexpr,
-    PREFETCH: tl.constexpr,
+    SPLIT: tl.constexpr,
     ASM: tl.constexpr,
 ):
-    """One [BN, BM] tile of W x^T, all of K.
+    """One [BN, BM] tile of W x^T.
 
     MODE "dense":   token = slot; writes out[slot, n].
          "gather":  slots are sorted by expert; x row = rows[slot] // TOP_K; out[slot, :] = SwiGLU of the gate/up rows.
          "scatter": x row = slot; writes out[rows[slot], n].
+    SPLIT > 1 ("dense"): each of SPLIT programs sums its share of K and writes fp32 to out[part]; see `sum_parts`.
     rows[slot] >= n_rows marks a padding slot; expert[block] < 0 an unused block. SCALED: x_scale holds one fp32 factor a
-    row. PREFETCH: weight tiles to fetch early. RESIDUAL: x and x_scale hold 2R rows, main then residual, R = the rows of main (n_rows / TOP_K, or the slots).
+    row. RESIDUAL: x and x_scale hold 2R rows, main then residual, R = the rows of main (n_rows / TOP_K, or the slots).
     """
     MB: tl.constexpr = 2 * BM if RESIDUAL else BM
     CW: tl.constexpr = 32 * KSTEP
     tiles_n = NB * (128 // BN)
     pid = tl.program_id(0)
+    part = pid % SPLIT
+    pid = pid // SPLIT
     block = pid // tiles_n
     n0 = (pid % tiles_n) * BN
-    # Memory is idle while the kernels before this one run, so weights start moving before the wait. "scatter" knows its
-    # expert: the routing map was complete when the "gather" GEMM called start_next, which it does after its wait.
-    # "gather" does not; with more pairs than experts, block b belongs to an expert near b, and all are needed.
-    expert = 0
-    if MODE == "scatter":
-        start_next(ASM)
-        expert = tl.load(expert_ptr + block)
-    if PREFETCH > 0 and ASM:
-        near = expert if MODE != "gather" else block
-        if (near >= 0) & (near < experts):
-            _prefetch(w_ptr, s_ptr, (near * NB + n0 // 128) * KB, n0 % 128, KB, BN, PREFETCH)
-    if MODE == "dense":
-        start_next(ASM)
     wait_for_previous(ASM)
-    if MODE == "gather":
-        start_next(ASM)
+    start_next(ASM)
+    expert = 0
+    if MODE != "dense":
         expert = tl.load(expert_ptr + block)
     if expert < 0:
         return
@@ -227,7 +204,7 @@ def w4_gemm_kernel(
     elif MODE == "scatter":
         there = tl.load(rows_ptr + slot) < n_rows
         x_row = slot
-        half_rows = (tl.num_programs(0) // tiles_n) * BM
+        half_rows = (tl.num_programs(0) // SPLIT // tiles_n) * BM
     else:
         there = slot < n_rows
         x_row = slot
@@ -239,12 +216,14 @@ def w4_gemm_kernel(
     word = tl.arange(0, CW)
     byte = tl.arange(0, 8 * KSTEP)
     first_tile = (expert.to(tl.int64) * NB + n0 // 128) * KB if MODE != "dense" else (n0 // 128) * KB
+    first_k = part * (KB // SPLIT)
+    first_tile += first_k
     w_ptrs = w_ptr + first_tile * 4096 + (row[:, None] * 32 + (word % 32)[None, :] + ((word // 32) * 4096)[None, :])
     s_ptrs = s_ptr + first_tile * 1024 + (row[:, None] * 8 + (byte % 8)[None, :] + ((byte // 8) * 1024)[None, :])
-    x_ptrs = x_ptr + x_row.to(tl.int64)[None, :] * stride_x + (word % 32 + (word // 32) * 128)[:, None]
+    x_ptrs = x_ptr + x_row.to(tl.int64)[None, :] * stride_x + (first_k * 128 + word % 32 + (word // 32) * 128)[:, None]
 
     acc = tl.zeros((BN, MB), dtype=tl.float32)
-    for _ in range(0, KB, KSTEP):
+    for _ in range(0, KB // SPLIT, KSTEP):
         words = tl.load(w_ptrs)
         scale_bytes = tl.load(s_ptrs)
         x0 = tl.load(x_ptrs, mask=there[None, :], other=0.0)
@@ -252,9 +231,9 @@ def w4_gemm_kernel(
         x2 = tl.load(x_ptrs + 64, mask=there[None, :], other=0.0)
         x3 = tl.load(x_ptrs + 96, mask=there[None, :], other=0.0)
         if ASM:
-            w0, w1, w2, w3 = _decode_asm(words, scale_bytes, BN, KSTEP)
+            w0, w1, w2, w3 = decode_asm(words, scale_bytes, BN, KSTEP)
         else:
-            w0, w1, w2, w3 = _decode_plain(words, scale_bytes, BN, KSTEP)
+            w0, w1, w2, w3 = decode_plain(words, scale_bytes, BN, KSTEP)
         acc = _mma(w0, x0, acc, ASM)
         acc = _mma(w1, x1, acc, ASM)
         acc = _mma(w2, x2, acc, ASM)
@@ -287,12 +266,8 @@ def w4_gemm_kernel(
             out_row = tl.load(rows_ptr + slot)
         n = n0 + tl.arange(0, BN)
         keep = (out_row < n_rows)[None, :] & (n < N)[:, None]
-        tl.store(out_ptr + out_row.to(tl.int64)[None, :] * stride_out + n[:, None], to_bf16(acc, ASM), mask=keep)
-
-
-def prefetch_tiles(mode: str, pairs: int, experts: int) -> int:
-    """How many K tiles of its weights a program fetches early (a power of two, 0: none): not while few experts are hit,
-    and not for prefill, which is bound by arithmetic."""
-    if mode == "dense":
-        return 8 if pairs <= 256 else 0
-    return 8 if experts <= pairs <= 32 * experts else 0
+        offsets = out_row.to(tl.int64)[None, :] * stride_out + n[:, None]
+        if SPLIT > 1:
+            tl.store(out_ptr + part.to(tl.int64) * n_rows * stride_out + offsets, acc, mask=keep)
+        else:
+            tl.store(out_ptr + offsets, to_bf16(acc, ASM), mask=keep)

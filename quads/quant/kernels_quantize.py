@@ -42,12 +42,14 @@ def rows_kernel(
     K,
     width,
     stride_x,
+    stride_out,
     keep,
     KP: tl.constexpr,
     EVEN: tl.constexpr,
     STORED: tl.constexpr,
     CODES: tl.constexpr,
     WHOLE: tl.constexpr,
+    FOLD: tl.constexpr,
     RESIDUAL: tl.constexpr,
     INDEX_BITS: tl.constexpr,
     HAS_SLOTS: tl.constexpr,
@@ -58,7 +60,7 @@ def rows_kernel(
     (the row's own `keep` channels; written to mask_ptr [T, K] when CODES) or "none".
 
     CODES: packed codes [T, width/2] and scale bytes [T, width/16]. Otherwise bfloat16 values [T, width] in the GEMM's
-    order. The residual is masked, except codes with WHOLE. scale_ptr: fp32 [2T], g of x, then g of R. With HAS_SLOTS, rows
+    order, rows stride_out apart; with FOLD times g (exact: a power of two), the residual negated. The residual is masked, except codes with WHOLE. scale_ptr: fp32 [2T], g of x, then g of R. With HAS_SLOTS, rows
     whose slot entry is `slots_end` (padding of a routing map) are skipped. AFTER_ROUTE: the kernel before this one is the
     routing map, which is not read here; it waited for the producer of x, so this one only waits at its end.
     """
@@ -85,7 +87,7 @@ def rows_kernel(
         tl.store(main_ptr + row * (width // 2) + pair, packed, mask=pair < width // 2)
         tl.store(main_byte_ptr + row * (width // 16) + block, byte.to(tl.uint8), mask=block < width // 16)
     else:
-        store_values(main_ptr + row * width, main, width, KP, STORED, ASM)
+        store_values(main_ptr + row * stride_out, main * g if FOLD else main, width, KP, STORED, ASM)
     if RESIDUAL != "none":
         r = main * g - x + 0.0
         magnitude, scale, byte, g = quantize_tile(r)
@@ -106,7 +108,9 @@ def rows_kernel(
                 tl.store(mask_ptr + row * K + column, kept.to(tl.uint8), mask=column < K)
         else:
             kept_values = tl.where(kept, values(magnitude, scale, r), 0.0)
-            store_values(residual_ptr + row * width, kept_values, width, KP, STORED, ASM)
+            if FOLD:
+                kept_values = kept_values * -g
+            store_values(residual_ptr + row * stride_out, kept_values, width, KP, STORED, ASM)
     if AFTER_ROUTE:
         wait_for_previous(ASM)
 
@@ -165,13 +169,15 @@ def quantize_activations(
     codes: bool = False,
     whole: bool = False,
     stored: bool = False,
+    fold: bool = False,
     slots: tuple[Tensor, int] | None = None,
     after_route: bool = False,
 ) -> tuple[Operand, Tensor | None]:
     """Q_A of the rows of x (bf16 or fp32 [R, >= k], unit stride in K), and the compensating operand.
 
     codes: packed NVFP4 (width = k rounded up to 16) instead of bfloat16 values (width = whole tiles of 128). whole: with codes, Q_A(R) is not masked. stored: x
-    is in the GEMM's order already. slots: (int32 [R], end) of a routing map; rows at `end` or beyond are skipped.
+    is in the GEMM's order already. fold: bfloat16 values with g included, main and negated residual side by side
+    ([R, 2 width] in place of [2R, width]). slots: (int32 [R], end) of a routing map; rows at `end` or beyond are skipped.
     Returns the operand and the channel mask, uint8 [k] or [R, k] (None without compensation, or if never written).
     """
     rows = x_RK.shape[0]
@@ -201,7 +207,7 @@ def quantize_activations(
         data,
         unused if block_scale is None else block_scale,
         scale,
-        data[rows:] if compensation else unused,
+        data.view(-1)[width:] if compensation and fold else data[rows:] if compensation else unused,
         unused if block_scale is None else block_scale[rows:],
         unused if slots is None else slots[0],
         0 if slots is None else slots[1],
@@ -209,12 +215,14 @@ def quantize_activations(
         k,
         width,
         x_RK.stride(0),
+        count * width // rows if fold else width,
         0 if compensation is None else budget(k, compensation),
         KP=kp,
         EVEN=kp == k,
         STORED=stored,
         CODES=codes,
         WHOLE=whole,
+        FOLD=fold,
         RESIDUAL=mode,
         INDEX_BITS=kp.bit_length() - 1,
         HAS_SLOTS=slots is not None,

@@ -17,12 +17,13 @@ Layer = Literal["w13", "w2", "dense"]
 
 
 class Tile(NamedTuple):
-    """bn weight rows, kstep * 128 columns a step, pipeline stages, warps."""
+    """bn weight rows, kstep * 128 columns a step, pipeline stages, warps, programs that share K ("dense" only)."""
 
     bn: int
     kstep: int
     stages: int
     warps: int
+    split: int = 1
 
 
 class ShapeClass(NamedTuple):
@@ -31,6 +32,7 @@ class ShapeClass(NamedTuple):
     up_to: float  # tokens per expert (routed) or tokens (dense), inclusive
     bm: int
     tiles: dict[str, Tile]  # by layer
+    expand: bool = False  # "dense": turn the whole weight into bfloat16 first and multiply with torch
 
 
 DEFAULT_TILES: tuple[Tile, ...] = (Tile(64, 2, 3, 2), Tile(128, 2, 3, 4), Tile(128, 1, 3, 4), Tile(32, 2, 3, 1))
@@ -52,7 +54,8 @@ def stored(device_name: str) -> dict[str, tuple[ShapeClass, ...]] | None:
 
 def _parse(row: dict) -> ShapeClass:
     tiles = {layer: Tile(*row[layer]) for layer in ("w13", "w2", "dense") if layer in row}
-    return ShapeClass(float("inf") if row["up_to"] is None else row["up_to"], row["bm"], tiles)
+    up_to = float("inf") if row["up_to"] is None else row["up_to"]
+    return ShapeClass(up_to, row["bm"], tiles, row.get("expand", False))
 
 
 def shape_class(device: torch.device, name: str, tokens: float, native: bool = False) -> ShapeClass:
@@ -68,7 +71,7 @@ def shape_class(device: torch.device, name: str, tokens: float, native: bool = F
     if device.type != "cuda":
         return ShapeClass(float("inf"), 16, dict.fromkeys(("w13", "w2", "dense"), Tile(32, 1, 1, 4)))
     up_to, bm = next(pair for pair in DEFAULT_BM if tokens <= pair[0])
-    return ShapeClass(up_to, bm, {})
+    return ShapeClass(up_to, bm, {}, expand=name.startswith("dense") and tokens > 256)
 
 
 _FOUND: dict[tuple, Tile] = {}

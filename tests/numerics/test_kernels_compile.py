@@ -1,0 +1,92 @@
+"""Compile the kernels for GPUs that are not here and look at the instructions: no GPU is needed for that."""
+
+import os
+import re
+
+import pytest
+
+if os.environ.get("TRITON_INTERPRET") == "1":
+    pytest.skip("nothing is compiled in the interpreter", allow_module_level=True)
+triton = pytest.importorskip("triton")
+
+from triton.backends.compiler import GPUTarget  # noqa: E402
+from triton.compiler import ASTSource  # noqa: E402
+
+from quads.quant.kernels_gemm import w4_gemm_kernel  # noqa: E402
+from quads.quant.kernels_native import native_gemm_kernel  # noqa: E402
+from quads.quant.kernels_pack import weight_kernel  # noqa: E402
+from quads.quant.kernels_quantize import rows_kernel  # noqa: E402
+
+ALIGNED = {"N", "K", "width", "stride_x", "stride_out"}
+
+
+def ptx(kernel, pointers, constants, capability, **options) -> str:
+    """PTX of a kernel; arguments that are neither pointers nor constants are int32."""
+    names = kernel.arg_names
+    signature = {name: pointers.get(name, "constexpr" if name in constants else "i32") for name in names}
+    aligned = {(names.index(name),): [["tt.divisibility", 16]] for name in names if name in pointers or name in ALIGNED}
+    values = {(names.index(name),): value for name, value in constants.items()}
+    source = ASTSource(kernel, signature, values, aligned)
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options).asm["ptx"]
+
+
+def gemm_ptx(mode, bm, bn, kstep, warps, residual=False, capability=90):
+    pointers = {"x_ptr": "*bf16", "x_scale_ptr": "*fp32", "w_ptr": "*i16", "s_ptr": "*u8", "g_ptr": "*fp32"}
+    pointers |= {"rows_ptr": "*i32", "expert_ptr": "*i32", "out_ptr": "*bf16"}
+    constants = {"TOP_K": 8, "BM": bm, "BN": bn, "KSTEP": kstep, "MODE": mode, "SCALED": True, "RESIDUAL": residual}
+    constants |= {"SPLIT": 1, "ASM": True}
+    return ptx(w4_gemm_kernel, pointers, constants, capability, num_warps=warps, num_stages=3)
+
+
+@pytest.mark.parametrize(("mode", "residual"), [("gather", True), ("scatter", False), ("dense", False)])
+def test_gemm_uses_wgmma_on_hopper(mode, residual):
+    text = gemm_ptx(mode, 32, 128, 1, 4, residual)
+    assert "wgmma.mma_async.sync.aligned.m64" in text
+    assert "fma.rn.bf16x2" in text  # codes times scales, two at a time
+    assert "griddepcontrol.wait" in text
+
+
+def test_every_wgmma_is_waited_for_inside_the_loop():
+    """The accumulator is read at the end of each iteration (see the comment in the kernel), so a wait for all
+    outstanding MMAs stands before the loop's branch back."""
+    text = gemm_ptx("scatter", 64, 128, 1, 4)
+    last_mma = text.rindex("wgmma.mma_async")
+    back = re.search(r"bra(\.uni)?\s+\$L__BB", text[last_mma:])
+    assert back and "wgmma.wait_group.sync.aligned \t0" in text[last_mma : last_mma + back.start()].replace(
+        "aligned 0", "aligned \t0"
+    )
+
+
+def test_small_token_tiles_use_warp_mma():
+    text = gemm_ptx("gather", 8, 64, 2, 2)
+    assert "mma.sync.aligned.m16n8k16" in text and "wgmma" not in text
+
+
+@pytest.mark.parametrize(
+    ("mode", "residual", "bm"), [("gather", True, 32), ("scatter", False, 32), ("dense", True, 128)]
+)
+def test_native_gemm_is_fp4_on_blackwell(mode, residual, bm):
+    pointers = {"x_ptr": "*u8", "x_byte_ptr": "*fp8e4nv", "x_scale_ptr": "*fp32", "w_ptr": "*u8", "s_ptr": "*fp8e4nv"}
+    pointers |= {"g_ptr": "*fp32", "rows_ptr": "*i32", "expert_ptr": "*i32", "out_ptr": "*bf16"}
+    constants = {"TOP_K": 8, "BM": bm, "BN": 128, "BK": 256, "MODE": mode, "RESIDUAL": residual, "ASM": True}
+    text = ptx(native_gemm_kernel, pointers, constants, 100, num_warps=4, num_stages=3)
+    assert re.search(r"tcgen05\.mma\S*kind::mxf4nvf4\.block_scale", text)
+
+
+@pytest.mark.parametrize("capability", [90, 100])
+def test_quantizers_divide_exactly_and_do_not_fuse(capability):
+    pointers = {"x_ptr": "*bf16", "mask_ptr": "*u8", "main_ptr": "*u8", "main_byte_ptr": "*u8", "scale_ptr": "*fp32"}
+    pointers |= {"residual_ptr": "*u8", "residual_byte_ptr": "*u8", "slots_ptr": "*i32"}
+    constants = {"KP": 128, "EVEN": True, "STORED": False, "CODES": True, "WHOLE": True, "FOLD": False}
+    constants |= {"RESIDUAL": "mask", "INDEX_BITS": 7, "HAS_SLOTS": False, "AFTER_ROUTE": False, "ASM": True}
+    rows = ptx(rows_kernel, pointers, constants, capability, num_warps=1, enable_fp_fusion=False)
+    pointers = {"x_ptr": "*bf16", "g_ptr": "*fp32", "gs_ptr": "*fp32", "packed_ptr": "*u8", "byte_ptr": "*u8"}
+    constants = {"NB": 16, "PACK": True, "VALUE": False, "ASM": True}
+    weights = ptx(
+        weight_kernel, pointers | {"value_ptr": "*bf16"}, constants, capability, num_warps=1, enable_fp_fusion=False
+    )
+    for text in (rows, weights):
+        assert "div.rn.f32" in text
+        assert "div.full" not in text and "div.approx" not in text and "rcp.approx" not in text
+    # x = code * scale * g, then minus x: a subtraction of its own for each element (4 a thread, two at a time on sm_100), never a fused one
+    assert len(re.findall(r"\bsub(?:\.rn)?\.f32", rows)) >= 2
