@@ -220,7 +220,7 @@ class TrainSettings:
 class EvalSettings:
     """[eval]: pass@1 on held-out prompts."""
 
-    every: int = key(10, "evaluate before the first step and after every so many; 0: never", low=0)
+    every: int = key(10, "evaluate after every so many steps and after the last; 0: never", low=0)
     prompts: int = key(128, "held-out prompts", low=1)
     samples: int = key(4, "responses to each, averaged", low=1)
     temperature: float = key(1.0, "softmax temperature of evaluation", above=0.0)
