@@ -56,8 +56,9 @@ class Parts:
         return pack_balanced(samples, self.cfg.rl, self.world, attention_break_even(self.model_config))
 
     def sync(self, version: int) -> None:
-        """Ship the learner's weights to the engine; with rollout.verify_sync compare every tensor afterwards."""
+        """Ship the learner's weights to the engine and wake it; with rollout.verify_sync compare every tensor."""
         sync(self.learner.model, self.engine, self.spec, version, verify=self.cfg.rollout.verify_sync)
+        self.engine.wake()
 
     def sampling(self, temperature: float) -> Sampling:
         return Sampling(self.cfg.rollout.max_new_tokens, temperature, self.tokenizer.eos_ids)
