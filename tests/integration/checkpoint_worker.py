@@ -14,7 +14,7 @@ from quads.config_sections import CheckpointSettings, ParallelSettings, TrainSet
 from quads.distributed import Distributed, init_distributed
 from quads.errors import UserError, main_guard
 from quads.model.model import MoEDecoder
-from tests.integration.parallel_model_worker import BATCHES, loss_of, parallel_model, single_process_model
+from tests.integration.parallel_model_checks import BATCHES, loss_of, parallel_model, single_process_model
 
 
 class Trainer:

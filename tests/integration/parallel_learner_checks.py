@@ -1,13 +1,10 @@
-"""Runs in every process of test_parallel_learner.py: the GRPO learner and its quantized weights, sharded.
-
-torchrun --nproc_per_node=N parallel_learner_worker.py
-"""
+"""Checks of test_parallel.py: quantized weights of a sharded learner. Each prints its name if it holds."""
 
 import torch
 from torch import Tensor
 
-from quads.config_sections import ParallelSettings, QuantSettings, TrainSettings
-from quads.distributed import Distributed, build_meshes, init_distributed
+from quads.config_sections import QuantSettings
+from quads.distributed import Distributed, build_meshes
 from quads.model.attention import PackedContext
 from quads.model.config import ModelConfig
 from quads.model.logprobs import token_logprobs
@@ -124,20 +121,15 @@ def check_packed_is_gathered(world: Distributed, ep: int) -> None:
     assert counted == CONFIG.num_layers * 6
 
 
-def main() -> None:
-    with init_distributed(ParallelSettings(), TrainSettings(device="cpu")) as world:
-        for ep in MESHES[world.size]:
-            for recipe in ("quads", "naive", "fp8", "bf16"):
-                check_shipped_weights(world, ep, recipe)
-            world.print(f"ok shipped weights ep={ep}")
-            for recipe in ("quads", "symmetric", "fp8"):
-                check_single_process(world, ep, recipe)
-            world.print(f"ok single process ep={ep}")
-            check_all_gather(world, ep)
-            world.print(f"ok all-gather ep={ep}")
-            check_packed_is_gathered(world, ep)
-            world.print(f"ok packed bytes ep={ep}")
-
-
-if __name__ == "__main__":
-    main()
+def run(world: Distributed) -> None:
+    for ep in MESHES[world.size]:
+        for recipe in ("quads", "naive", "fp8", "bf16"):
+            check_shipped_weights(world, ep, recipe)
+        world.print(f"ok shipped weights ep={ep}")
+        for recipe in ("quads", "symmetric", "fp8"):
+            check_single_process(world, ep, recipe)
+        world.print(f"ok single process ep={ep}")
+        check_all_gather(world, ep)
+        world.print(f"ok all-gather ep={ep}")
+        check_packed_is_gathered(world, ep)
+        world.print(f"ok packed bytes ep={ep}")

@@ -1,7 +1,4 @@
-"""Runs in every process of test_parallel_model.py: each check compares with one process and prints its name.
-
-torchrun --nproc_per_node=N parallel_model_worker.py
-"""
+"""Checks of test_parallel.py: the sharded model against one process. Each prints its name if it holds."""
 
 from dataclasses import replace
 
@@ -9,8 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from quads.config_sections import ParallelSettings, TrainSettings
-from quads.distributed import Distributed, build_meshes, init_distributed
+from quads.distributed import Distributed, build_meshes
 from quads.model.attention import PackedContext
 from quads.model.config import ModelConfig
 from quads.model.dispatch import AllToAllDispatcher
@@ -176,23 +172,18 @@ def check_dispatch(world: Distributed, ids_TA: Tensor, num_tokens: int) -> None:
         assert_bitwise(many, one)
 
 
-def main() -> None:
-    with init_distributed(ParallelSettings(), TrainSettings(device="cpu")) as world:
-        experts_TA = torch.rand(12, CONFIG.num_experts, generator=torch.Generator().manual_seed(7)).argsort(1)[:, :2]
-        check_dispatch(world, experts_TA, 12 - 3 * world.rank)  # as many rows as each likes
-        check_dispatch(world, torch.zeros(12, 2, dtype=torch.int64), 12)
-        check_dispatch(world, experts_TA, 0 if world.rank == 0 else 6)
-        world.print("ok dispatch")
-        for ep, replicate, checkpointing in CASES[world.size]:
-            check_training(world, ep, replicate, checkpointing, None)
-            world.print(f"ok training ep={ep} replicate={replicate} checkpointing={checkpointing}")
-        check_training(world, 2, 1, "none", torch.tensor([[0, 1]]))
-        world.print("ok all tokens on the experts of one process")
-        check_zero_learning_rate(world)
-        world.print("ok zero learning rate")
-        check_forward_only(world)
-        world.print("ok forward only")
-
-
-if __name__ == "__main__":
-    main()
+def run(world: Distributed) -> None:
+    experts_TA = torch.rand(12, CONFIG.num_experts, generator=torch.Generator().manual_seed(7)).argsort(1)[:, :2]
+    check_dispatch(world, experts_TA, 12 - 3 * world.rank)  # as many rows as each likes
+    check_dispatch(world, torch.zeros(12, 2, dtype=torch.int64), 12)
+    check_dispatch(world, experts_TA, 0 if world.rank == 0 else 6)
+    world.print("ok dispatch")
+    for ep, replicate, checkpointing in CASES[world.size]:
+        check_training(world, ep, replicate, checkpointing, None)
+        world.print(f"ok training ep={ep} replicate={replicate} checkpointing={checkpointing}")
+    check_training(world, 2, 1, "none", torch.tensor([[0, 1]]))
+    world.print("ok all tokens on the experts of one process")
+    check_zero_learning_rate(world)
+    world.print("ok zero learning rate")
+    check_forward_only(world)
+    world.print("ok forward only")
