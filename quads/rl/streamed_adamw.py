@@ -43,6 +43,15 @@ class StreamedAdamW(torch.optim.Optimizer):
                     self._update(parameter, group)
         return None
 
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As the base class, which moves all state to the parameters' device; the moments go back to CPU memory."""
+        super().load_state_dict(state_dict)
+        for parameter, state in self.state.items():
+            for name in ("exp_avg", "exp_avg_sq"):
+                stored = _cpu_zeros_like(parameter)
+                _local(stored).copy_(_local(state[name]))
+                state[name] = stored
+
     def _update(self, parameter: Tensor, group: dict[str, Any]) -> None:
         state = self.state[parameter]
         if not state:

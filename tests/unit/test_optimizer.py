@@ -41,6 +41,22 @@ def test_streamed_state_is_read_by_torchs_adamw():
         assert float(resumed.state[parameter]["step"]) == 4.0
 
 
+@pytest.mark.gpu
+def test_moments_stay_in_cpu_memory_after_a_load():
+    parameter = nn.Parameter(torch.ones(8, 16, device="cuda"))
+    parameter.grad = torch.ones_like(parameter)
+    optimizer = build_adamw(nn.ParameterList([parameter]), 1e-2, (0.9, 0.95), 1e-8, 0.0, "cpu")
+    optimizer.step()
+    torch.cuda.synchronize()
+    resumed = build_adamw(nn.ParameterList([parameter]), 1e-2, (0.9, 0.95), 1e-8, 0.0, "cpu")
+    resumed.load_state_dict(optimizer.state_dict())
+    for name in ("exp_avg", "exp_avg_sq"):
+        moment = resumed.state[parameter][name]
+        assert moment.device.type == "cpu" and moment.is_pinned()
+        assert_bitwise(moment, optimizer.state[parameter][name])
+    assert float(resumed.state[parameter]["exp_avg"][0, 0]) == pytest.approx(0.1)
+
+
 @pytest.mark.slow
 def test_8bit_moments_stay_near_float32():
     reference, _ = train("float32")
