@@ -47,12 +47,14 @@ def prompt_key(prompt: str | list[dict[str, str]]) -> bytes:
 
 
 def needed_columns(settings: SourceSettings) -> list[str]:
-    """Columns to read; the id column only where there is one."""
+    """Columns that every row must have."""
     paths = [settings.prompt_column, *settings.where]
     if settings.reward == "code" and settings.code_format == "livecodebench":
         paths += LIVECODEBENCH_COLUMNS
     else:
         paths.append(settings.answer_column)
+    if settings.id_column not in ("", "id"):  # the default name is used only where there is such a column
+        paths.append(settings.id_column)
     return list(dict.fromkeys(path.partition(".")[0] for path in paths))
 
 

@@ -4,7 +4,9 @@ A source is read once, checked (rows.py) and filtered (filters.py). Streams are 
 """
 
 import glob
+import itertools
 import json
+import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,7 +18,7 @@ from quads.rl.order import Shuffled, stable_seed
 from quads.rl.rows import BadRow, Row, needed_columns, read_rows
 
 FORMATS = {".parquet": "parquet", ".json": "json", ".jsonl": "json", ".csv": "csv", ".arrow": "arrow"}
-SHUFFLE_BUFFER = 4096  # rows a stream holds to pick the next one from
+SHUFFLE_BUFFER = 4096  # rows a stream holds to pick the next one from. Our own: the library's changes between versions
 
 
 @dataclass
@@ -37,15 +39,14 @@ class RowReader:
             )
             return
         data, place = load_hub(self.name, settings, self.test, streaming=False)
-        columns = _existing_columns(data, settings)
+        columns = _columns(self.name, data, settings, place)
         yield from read_rows(self.name, settings, _table(data, columns), place, "row", self.dropped)
 
     def stream(self, seed: int, epoch: int) -> Iterator[Row]:
-        """The rows in the shuffled order of one pass over a streamed data set."""
+        """The rows in the order of one pass: the stream's own, shuffled within a buffer."""
         data, place = load_hub(self.name, self.settings, self.test, streaming=True)
-        if not self.test:
-            data = data.shuffle(seed=stable_seed(seed, self.name, epoch) % 2**32, buffer_size=SHUFFLE_BUFFER)
-        yield from read_rows(self.name, self.settings, enumerate(data), place, "row", self.dropped)
+        rows = read_rows(self.name, self.settings, enumerate(data), place, "row", self.dropped)
+        yield from _shuffled(rows, stable_seed(seed, self.name, epoch))
 
 
 def load_hub(name: str, settings: SourceSettings, test: bool, streaming: bool) -> tuple[Any, str]:
@@ -117,6 +118,17 @@ class StreamRows:
                 return row
 
 
+def _shuffled(rows: Iterator[Row], seed: int) -> Iterator[Row]:
+    rng = random.Random(seed)
+    buffer = list(itertools.islice(rows, SHUFFLE_BUFFER))
+    for row in rows:
+        place = int(rng.random() * len(buffer))
+        yield buffer[place]
+        buffer[place] = row
+    while buffer:
+        yield buffer.pop(int(rng.random() * len(buffer)))
+
+
 def read_jsonl(path: Path, where: str) -> Iterator[tuple[int, Any]]:
     """(line number, object or BadRow); blank lines are passed over. where: what the path is called in an error."""
     try:
@@ -136,16 +148,19 @@ def read_jsonl(path: Path, where: str) -> Iterator[tuple[int, Any]]:
         raise UserError(f"{where} = {str(path)!r} cannot be read: {error.strerror}") from None
 
 
-def _existing_columns(data: Any, settings: SourceSettings) -> list[str]:
-    """The columns to read, so that large unused ones are never decoded; missing ones are reported by row."""
-    wanted = [*needed_columns(settings), settings.id_column.partition(".")[0]]
-    return [column for column in data.column_names if column in wanted]
+def _columns(name: str, data: Any, settings: SourceSettings, place: str) -> list[str]:
+    """The columns to read, so that large unused ones are never decoded. UserError if one is missing."""
+    wanted = needed_columns(settings)
+    for column in wanted:
+        if column not in data.column_names:
+            have = ", ".join(data.column_names)
+            raise UserError(f"[sources.{name}] {place} has no column {column!r}; there is: {have}")
+    own_id = settings.id_column.partition(".")[0]
+    return [*wanted, own_id] if own_id in data.column_names and own_id not in wanted else wanted
 
 
 def _table(data: Any, columns: list[str]) -> Iterator[tuple[int, Any]]:
     """Rows of a datasets.Dataset, numbered from 0, decoded a thousand at a time."""
-    if not columns:  # every needed column is missing: let each row say so
-        columns = list(data.column_names)
     data = data.select_columns(columns)
     number = 0
     for start in range(0, len(data), 1000):
