@@ -27,6 +27,7 @@ from quads.checkpoint_state import (
     TrainState,
     checkpoint_content,
     damaged,
+    ignore_single_process,
     load_checkpoint,
     load_weights,
     single_process_is_fine,
@@ -50,6 +51,8 @@ class Checkpointer:
     def __init__(self, folder: Path, settings: CheckpointSettings, config_text: str = "") -> None:
         self.folder, self.settings, self.config_text = folder, settings, config_text
         self._finisher = ThreadPoolExecutor(1) if settings.async_save else None
+        if settings.async_save:  # its thread is not within the `with` of the call that started it
+            ignore_single_process()
         # The background save runs collectives beside those of training: they need a group of their own.
         self._group = _own_group() if settings.async_save else None
         self._pending: Future[None] | None = None

@@ -106,8 +106,13 @@ def load_weights(path: Path, model: nn.Module) -> TrainState:
 def single_process_is_fine() -> Iterator[None]:
     """One process without a process group is a normal case here; torch warns about it at every save."""
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        ignore_single_process()
         yield
+
+
+def ignore_single_process() -> None:
+    """The same for the rest of the process."""
+    warnings.filterwarnings("ignore", message="torch.distributed is disabled")
 
 
 def _read(path: Path, content: dict[str, Any]) -> None:

@@ -9,7 +9,8 @@ from quads.distributed import agree
 class StopRequest:
     """Within `with StopRequest() as stop:` SIGTERM only sets a flag; the loop saves and leaves with exit code 0.
 
-    torchrun passes the signal on, and kills its processes after 30 s (or TORCH_ELASTIC_SHUTDOWN_TIMEOUT seconds).
+    torchrun passes the signal on, and kills its processes after 30 s (or TORCH_ELASTIC_SHUTDOWN_TIMEOUT seconds). They
+    exit with 0; torchrun itself reports the signal with a traceback of its own and exits with 1.
     """
 
     def __init__(self) -> None:
