@@ -1,4 +1,4 @@
-"""The process that judges answers of mathematics and of reasoning-gym; judges.py starts `python -m quads.rl.judge`.
+"""The process that judges answers; judges.py starts `python -m quads.rl.judge math` or `... task` (reasoning-gym).
 
 It reads pickled requests of the trainer from stdin and writes JSON replies. It imports no torch.
 
@@ -21,7 +21,7 @@ from quads.rl.reasoning import make_dataset, score
 MEMORY_BYTES = 4 << 30
 
 
-def main() -> None:
+def main(kind: str) -> None:
     """Serve until stdin closes."""
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
     requests, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
@@ -29,7 +29,10 @@ def main() -> None:
     for fd in (0, 1, 2):  # scorers may print, and may read what they should not
         os.dup2(null, fd)
     datasets: dict[str, Any] = {}
-    math_reward(r"\int_0^1 x\,dx", r"\boxed{(0, 1)}")  # imports what the first answer should not wait for
+    if kind == "math":  # import what the first answer should not wait for
+        math_reward(r"\int_0^1 x\,dx", r"\boxed{(0, 1)}")
+    else:
+        make_dataset("warm-up", "chain_sum", {}, seed=1, size=1)
     _send(replies, b"")  # ready
     while header := requests.read(HEADER.size):
         (size,) = HEADER.unpack(header)
@@ -61,4 +64,4 @@ def _send(replies: Any, data: bytes) -> None:
 
 if __name__ == "__main__":
     sys.setrecursionlimit(3000)
-    main()
+    main(sys.argv[1])

@@ -14,17 +14,19 @@ KEPT_VARIABLES = ("PATH", "LD_LIBRARY_PATH", "LANG", "TMPDIR", "HOME")
 
 
 class JudgePool:
-    """Scores by mathematics and by reasoning-gym's own rules, several at once. A judge that hangs is killed: reward 0.
+    """Scores answers, several at once. A judge that hangs is killed: reward 0.
 
-    Example: `JudgePool(2, 5.0).submit("math", "1/2", "so \\\\boxed{0.5}", False).result().reward` -> 1.0
+    kind: "math", or "task" for reasoning-gym's own scorers; a pool takes requests of its kind.
+
+    Example: `JudgePool("math", 2, 5.0).submit("math", "1/2", "so \\\\boxed{0.5}", False).result().reward` -> 1.0
     """
 
-    def __init__(self, workers: int = 0, time_s: float = 5.0):
+    def __init__(self, kind: str, workers: int = 0, time_s: float = 5.0):
         self.time_s = time_s
         kept = {name: os.environ[name] for name in KEPT_VARIABLES if name in os.environ}
         environment = {**kept, "PYTHONPATH": REPOSITORY, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
         self._pool = HelperPool(
-            lambda: Helper([sys.executable, "-m", "quads.rl.judge"], environment), default_workers(workers)
+            lambda: Helper([sys.executable, "-m", "quads.rl.judge", kind], environment), default_workers(workers)
         )
 
     def submit(self, *request: Any) -> "Future[Verdict]":
@@ -52,7 +54,7 @@ class AnswerCheck:
         """[number of answers], True where the answer can be read."""
         unknown = [answer for answer in dict.fromkeys(answers) if answer not in self._known and not _plain(answer)]
         if unknown:
-            self._pool = self._pool or JudgePool(self.workers)
+            self._pool = self._pool or JudgePool("math", self.workers)
             futures = [self._pool.submit("readable", answer) for answer in unknown]
             self._known.update({a: future.result().reward == 1.0 for a, future in zip(unknown, futures, strict=True)})
         return [self._known.get(answer, True) for answer in answers]

@@ -38,19 +38,21 @@ class RewardPool:
 
     def __init__(self, settings: RewardSettings | None = None):
         self.settings = settings or RewardSettings()
-        self._judges: JudgePool | None = None
+        self._judges: dict[str, JudgePool] = {}
         self._sandbox: Sandbox | None = None
 
     def submit(self, example: Example, text: str) -> "Future[Verdict]":
         """Start scoring one response."""
         kind = example.meta["reward"]
         if kind == "math":
-            return self.judges.submit("math", example.answer, text, example.meta.get("percent_as_unit", False))
+            return self.judges("math").submit("math", example.answer, text, example.meta.get("percent_as_unit", False))
         if kind == "code":
             return submit_program(self.sandbox, example.answer, text, example.meta.get("code_score", "all"))
         answer = tagged(text, example.meta.get("answer_tag", ""))
         if kind == "task":
-            return self.judges.submit("task", example.meta["dataset"], example.meta["params"], example.answer, answer)
+            return self.judges("task").submit(
+                "task", example.meta["dataset"], example.meta["params"], example.answer, answer
+            )
         verdict: Future[Verdict] = Future()
         verdict.set_result(Verdict(float(answer is not None and answer == example.answer), 0.0))
         return verdict
@@ -59,11 +61,10 @@ class RewardPool:
         """Rewards of (example, response text) pairs, in order."""
         return [future.result().reward for future in [self.submit(example, text) for example, text in batch]]
 
-    @property
-    def judges(self) -> JudgePool:
-        if self._judges is None:
-            self._judges = JudgePool(self.settings.workers, self.settings.judge_time_s)
-        return self._judges
+    def judges(self, kind: str) -> JudgePool:
+        if kind not in self._judges:
+            self._judges[kind] = JudgePool(kind, self.settings.workers, self.settings.judge_time_s)
+        return self._judges[kind]
 
     @property
     def sandbox(self) -> Sandbox:
@@ -73,7 +74,7 @@ class RewardPool:
 
     def close(self) -> None:
         """Kill the processes and what runs in them."""
-        for pool in (self._judges, self._sandbox):
+        for pool in (*self._judges.values(), self._sandbox):
             if pool:
                 pool.close()
 

@@ -1,0 +1,190 @@
+"""The reward pool and its command: each kind of reward, time limits, and answers that attack their scorer."""
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quads.config_sections import RewardSettings
+from quads.rl.code_tests import CodeTests
+from quads.rl.helpers import Helper, HelperError, HelperPool
+from quads.rl.judges import JudgePool
+from quads.rl.reasoning import make_dataset, score
+from quads.rl.rewards import RewardPool, main, tagged
+from quads.types import Example
+
+
+@pytest.fixture(scope="module")
+def pool():
+    pool = RewardPool(RewardSettings(workers=2, judge_time_s=2.0, code_time_s=2.0))
+    yield pool
+    pool.close()
+
+
+def example(reward: str, answer: Any, **meta: Any) -> Example:
+    return Example("0", "s", "", [], answer, {"reward": reward, **meta})
+
+
+def gym_example(name: str, **params: Any) -> Example:
+    entry = make_dataset("test", name, params, seed=3, size=4)[0]
+    return example("task", entry, dataset=name, params=params)
+
+
+def test_every_kind_in_one_batch(pool: RewardPool) -> None:
+    gym = gym_example("chain_sum", max_terms=3)
+    code = example("code", CodeTests("", ("2", "3"), ("4", "9")), code_score="fraction")
+    batch = [
+        (example("math", "0.5"), r"\boxed{\frac{1}{2}}"),
+        (example("math", "0.5"), r"\boxed{\frac{1}{3}}"),
+        (example("math", "25", percent_as_unit=True), r"\boxed{25\%}"),
+        (example("exact", "yes"), " yes\n"),
+        (example("exact", "yes"), "Yes"),
+        (example("exact", "yes", answer_tag="answer"), "hm <answer>no</answer> <answer> yes </answer>"),
+        (example("exact", "yes", answer_tag="answer"), "yes"),
+        (gym, gym.answer["answer"]),
+        (gym, "no number"),
+        (code, "```python\nprint(int(input()) ** 2)\n```"),
+        (code, "```python\nprint(4)\n```"),
+    ]
+    assert pool.score_batch(batch) == [1.0, 0.0, 1.0, 1.0, 0.0, 1.0, 0.0, 1.0, 0.0, 1.0, 0.5]
+
+
+def test_scoring_runs_beside_the_caller(pool: RewardPool) -> None:
+    slow = example("code", CodeTests("", ("",), ("1",)))
+    started = time.monotonic()
+    future = pool.submit(slow, "```\nimport time\ntime.sleep(1)\nprint(1)\n```")
+    assert time.monotonic() - started < 0.5
+    assert future.result().reward == 1.0
+
+
+def test_an_answer_that_takes_for_ever_is_wrong_and_the_next_is_judged(pool: RewardPool) -> None:
+    """An integral that no computer algebra finishes: the judge is killed, and replaced."""
+    hard = r"\int_0^1 \sqrt{\sin(x^{17}+\cos(x^x))+\tan(x^3+x+1)^{\ln(x+2)}}\,dx"
+    verdict = pool.submit(example("math", "1"), rf"\boxed{{{hard}}}").result(timeout=30)
+    assert verdict.reward == 0.0
+    assert verdict.seconds < 2.0 + 2.0  # the limit, and a busy machine
+    assert pool.score_batch([(example("math", "1"), r"\boxed{1}")] * 4) == [1.0] * 4
+
+
+def test_tags() -> None:
+    assert tagged(" a ", "") == "a"
+    assert tagged("<answer>1</answer><answer>\n2\n</answer>", "answer") == "2"
+    assert tagged("no tag", "answer") is None
+
+
+# ---- reasoning-gym
+
+
+@pytest.mark.parametrize(
+    "name", ["chain_sum", "countdown", "n_queens", "spiral_matrix", "string_insertion", "polynomial_multiplication"]
+)
+def test_the_right_answer_of_a_data_set_scores_one(name: str) -> None:
+    dataset = make_dataset("test", name, {}, seed=5, size=4)
+    entry = dataset[0]
+    answer = entry["answer"] or entry["metadata"]["valid_answers"][0]
+    assert score(dataset, answer, entry) == 1.0
+    assert score(dataset, None, entry) == score(dataset, "", entry) == 0.0
+
+
+def test_scorers_that_eval_give_nothing_to_code() -> None:
+    """reasoning-gym's scorer evaluates the answer with the solution in scope; here only literals are read."""
+    dataset = make_dataset("test", "string_insertion", {}, seed=5, size=4)
+    entry = dataset[0]
+    vars(sys.modules[type(dataset).__module__]).pop("eval", None)  # as the library comes
+    assert dataset.score_answer("list(oracle_answer)", entry) > 0  # the hole
+    for attack in ("list(oracle_answer)", 'entry["answer"]', "[c for c in oracle_answer]", "__import__('os').getcwd()"):
+        assert score(dataset, attack, entry) == 0.0
+    assert score(dataset, str(list(entry["answer"])), entry) == pytest.approx(0.1)  # a literal list, as intended
+
+
+def test_scorers_that_use_sympy_get_expressions_only(tmp_path: Path) -> None:
+    dataset = make_dataset("test", "countdown", {}, seed=5, size=4)
+    mark = tmp_path / "mark"
+    for attack in (f"open('{mark}', 'w')", f"__import__('os').system('touch {mark}')", "(1).__class__", "[1][0]"):
+        assert score(dataset, attack, dataset[0]) == 0.0
+    assert not mark.exists()
+
+
+# ---- helper processes
+
+
+def test_a_helper_that_cannot_start_says_why() -> None:
+    pool = HelperPool(lambda: Helper(["/bin/sh", "-c", "echo no such thing >&2; exit 3"], {}), 1)
+    try:
+        with pytest.raises(HelperError, match="no such thing"):
+            pool.submit(lambda helper: helper.ask(b"x", 1.0)).result(timeout=10)
+    finally:
+        pool.close()
+
+
+def test_closing_ends_work_and_processes() -> None:
+    pool = JudgePool("math", workers=1, time_s=60.0)
+    assert pool.submit("math", "1", r"\boxed{1}", False).result(timeout=60).reward == 1.0
+    (pid,) = [int(p) for t in Path("/proc/self/task").iterdir() for p in (t / "children").read_text().split()
+              if b"quads.rl.judge" in Path(f"/proc/{p}/cmdline").read_bytes()][-1:]  # fmt: skip
+    pool.close()
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+
+
+# ---- the command
+
+
+def run(tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str, rows: list[Any], *options: str) -> list[Any]:
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
+    main([kind, str(file), "--workers", "2", *options])
+    return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+
+
+def test_math_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [
+        {"response": r"so \boxed{\frac{1}{2}}", "answer": "0.5"},
+        {"response": r"so \boxed{3}", "answer": 4},
+        {"response": r"\boxed{10^{10^{10}}}", "answer": "10^{10^{10}}"},
+    ]
+    verdicts = run(tmp_path, capsys, "math", rows)
+    assert [verdict["reward"] for verdict in verdicts] == [1.0, 0.0, 1.0]
+    assert all(0 <= verdict["seconds"] < 5 for verdict in verdicts)
+
+
+def test_code_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tests = [{"input": "2\n", "output": "4\n"}, {"input": "5\n", "output": "25"}]
+    programs = ["print(int(input()) ** 2)", "print(4)", "while True: pass", "print(int(input()) ** 2)\nexit(1)"]
+    rows = [{"response": f"Here:\n```python\n{program}\n```", "tests": tests} for program in programs]
+    verdicts = run(tmp_path, capsys, "code", rows, "--time-s", "1")
+    assert [verdict["reward"] for verdict in verdicts] == [1.0, 0.0, 0.0, 0.0]
+    assert 0.9 < verdicts[2]["seconds"] < 4
+
+
+@pytest.mark.parametrize(
+    ("kind", "row", "message"),
+    [
+        ("math", "{", "line 2: is not JSON"),
+        ("math", {"response": "x"}, "line 2: must be an object with response and answer"),
+        ("math", {"response": 1, "answer": "x"}, "line 2: response must be text"),
+        ("math", {"response": "x", "answer": [1]}, "line 2: answer must be text or a number"),
+        ("code", {"response": "x", "tests": []}, "line 2: there are no tests"),
+        ("code", {"response": "x", "tests": [{"input": "1"}]}, "line 2: test 1 must be an object"),
+    ],
+)
+def test_bad_rows_of_the_command(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str, row: Any, message: str
+) -> None:
+    good = {"response": "x", "answer": "1", "tests": [{"input": "", "output": ""}]}
+    with pytest.raises(SystemExit) as stop:
+        run(tmp_path, capsys, kind, [good, row])
+    assert stop.value.code == 2
+    captured = capsys.readouterr()
+    assert message in captured.err and captured.out == ""
+
+
+def test_missing_file(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main(["math", "/nowhere.jsonl"])
+    assert stop.value.code == 2
+    assert "cannot be read: No such file" in capsys.readouterr().err
