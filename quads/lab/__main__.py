@@ -5,7 +5,7 @@ import sys
 
 from quads.errors import UserError, main_guard
 
-COMMANDS = ("recipes", "gap", "ratio", "layers", "channels", "decompose", "drift", "curves", "upcycle")
+COMMANDS = ("recipes", "gap", "ratio", "layers", "channels", "decompose", "drift", "curves", "report", "upcycle")
 
 
 @main_guard

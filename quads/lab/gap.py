@@ -60,11 +60,13 @@ def runner(subject: Subject, forward: str, batch_tokens: int) -> Runner:
 
 def evaluate_rollouts(subject: Subject, run: Runner) -> dict[str, Evaluation]:
     """Every rollout precision on the fixed tokens."""
-    result = {}
-    for precision in ROLLOUTS:
+    result: dict[str, Evaluation] = {}
+    model = None
+    for precision in sorted(ROLLOUTS, key=lambda name: name.startswith("w4")):  # those with 4-bit weights together
         progress(f"rollout {precision}")
-        result[precision] = run(rollout(subject, replace(subject.spec, rollout=precision)))
-    return result
+        model = rollout(subject, replace(subject.spec, rollout=precision), reuse=model)
+        result[precision] = run(model)
+    return {precision: result[precision] for precision in ROLLOUTS}
 
 
 def evaluate_learners(subject: Subject, batch_tokens: int) -> dict[str, Evaluation]:
@@ -162,7 +164,9 @@ def figure(data: dict[str, Any]) -> Figure:
     series = {name: [100 * data["routing_flips"][r][name] for r in shown] for name in LEARNERS}
     style.grouped_bars(axes[4], [_label(r) for r in shown], series, style.SEQUENCE)
     style.finish(axes[4], "Experts that differ between the sides", "rollout", "tokens x layers (%)")
-    _drift_panel(axes[5], data["drift"])
+    if data["drift"]:
+        _drift_panel(axes[5], data["drift"])
+    axes[5].set_visible(bool(data["drift"]))
     return fig
 
 

@@ -13,6 +13,7 @@ Shapes: N response tokens, T tokens of a forward, L layers, A experts a token.
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,8 +24,9 @@ from quads.model.logprobs import token_logprobs
 from quads.model.model import DecoderLayer, MoEDecoder
 from quads.quant.backend import choose_kernel
 from quads.quant.learner import quantized_weights
-from quads.quant.recipes import QuantSpec
-from quads.quant.rollout import load_weight
+from quads.quant.linear import SiteSpec
+from quads.quant.recipes import ROLLOUTS, QuantSpec
+from quads.quant.rollout import RolloutExperts, RolloutLinear, RolloutWeights, load_weight
 from quads.rl.mismatch import percentile
 from quads.rollout.native import build_model
 
@@ -50,8 +52,14 @@ def learner(subject: Subject, weights: str, activations: str) -> MoEDecoder:
     return as_learner(subject.master, spec)
 
 
-def rollout(subject: Subject, spec: QuantSpec) -> MoEDecoder:
-    """The native engine's model for `spec.rollout`, loaded with what a learner of the same weight format ships."""
+def rollout(subject: Subject, spec: QuantSpec, reuse: MoEDecoder | None = None) -> MoEDecoder:
+    """The native engine's model for `spec.rollout`, loaded with what a learner of the same weight format ships.
+
+    `reuse`: a model of an earlier call that is not needed any more. If it holds the same weights it is switched to the
+    new precision in place, which saves quantizing them again.
+    """
+    if reuse is not None and _switch(reuse, spec):
+        return reuse
     chosen = choose_kernel(subject.cfg.rollout.kernel, subject.device, spec.rollout)
     # On a CPU the engine keeps float64 activations in fp32 runs; see rollout/native.py.
     wide = subject.device.type == "cpu" and subject.dtype == torch.float32
@@ -60,6 +68,38 @@ def rollout(subject: Subject, spec: QuantSpec) -> MoEDecoder:
     for name, tensor in quantized_weights(subject.master, spec):
         load_weight(model, name, tensor)
     return model
+
+
+def _switch(model: MoEDecoder, spec: QuantSpec) -> bool:
+    """Give the model's layers the precisions of `spec`, if all are reference layers whose weights stay as they are."""
+    sites = [
+        (module, name, site)
+        for module in model.modules()
+        if isinstance(module, RolloutWeights)
+        for name, site in _site_specs(module)
+    ]
+    changes = [(module, name, getattr(module, name), SiteSpec.of(spec, site)) for module, name, site in sites]
+
+    def same_weights(old: SiteSpec, new: SiteSpec) -> bool:
+        return (ROLLOUTS[old.precision][0], old.global_scale) == (ROLLOUTS[new.precision][0], new.global_scale)
+
+    layer: Any = model.model.layers[0]
+    held = {"attention": layer.self_attn.q_proj, "experts": layer.mlp.experts}
+    fits = all(isinstance(held[target], RolloutWeights) for target in spec.targets)
+    fits = fits and all(type(module) in (RolloutLinear, RolloutExperts) for module, _, _ in sites)
+    if not fits or not all(same_weights(old, new) for _, _, old, new in changes):
+        return False
+    for module, name, _, new in changes:
+        setattr(module, name, new)
+    return True
+
+
+def _site_specs(module: RolloutWeights) -> list[tuple[str, str]]:
+    """(attribute, site) of the precisions that a rollout layer holds."""
+    if isinstance(module, RolloutExperts):
+        return [("w13_spec", "w13"), ("w2_spec", "w2")]
+    assert isinstance(module, RolloutLinear)
+    return [("site_spec", module.site)]
 
 
 @torch.no_grad()

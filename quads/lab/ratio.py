@@ -54,20 +54,27 @@ def measure_ratios(
     subject: Subject, reference: Evaluation, run: Callable[[MoEDecoder], Evaluation], ratios: tuple[float, ...] = RATIOS
 ) -> list[dict[str, Any]]:
     """One row for W4A4 without residual (ratio 0) and one for each ratio and selection."""
-    rows = [_measure(subject, replace(subject.spec, rollout="w4a4"), 0.0, reference, run)]
+    spec = replace(subject.spec, rollout="w4a4")
+    model = rollout(subject, spec)
+    rows = [_measure(subject, model, spec, 0.0, reference, run)]
     for selection in SELECTIONS:
         for ratio in ratios:
             spec = replace(subject.spec, rollout="w4a4_residual", ratio=ratio, selection=selection)
-            rows.append(_measure(subject, spec, ratio, reference, run))
+            model = rollout(subject, spec, reuse=model)
+            rows.append(_measure(subject, model, spec, ratio, reference, run))
     return rows
 
 
 def _measure(
-    subject: Subject, spec: QuantSpec, ratio: float, reference: Evaluation, run: Callable[[MoEDecoder], Evaluation]
+    subject: Subject,
+    model: MoEDecoder,
+    spec: QuantSpec,
+    ratio: float,
+    reference: Evaluation,
+    run: Callable[[MoEDecoder], Evaluation],
 ) -> dict[str, Any]:
     selection = spec.selection if ratio else "none"
     progress(f"ratio {ratio:.3g} {selection} {','.join(spec.residual_sites)}")
-    model = rollout(subject, spec)
     started = time.perf_counter()
     logprobs = run(model).logprobs
     return {

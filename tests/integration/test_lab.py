@@ -2,12 +2,13 @@
 
 import argparse
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from quads.lab import channels, decompose, drift, gap, layers, ratio
+from quads.lab import channels, decompose, drift, gap, layers, ratio, report
 from quads.lab.capture import capture
 from quads.lab.decode import decode, decoded_inputs
 from quads.lab.policies import evaluate, gap_statistics, learner, rollout
@@ -185,3 +186,32 @@ def test_commands_explain_themselves_and_unknown_ones_are_named():
     wrong = run_command(["-m", "quads.lab", "gaps"])
     assert wrong.returncode == 2 and "unknown command 'gaps'" in wrong.stderr
     assert Path(CONFIG).exists()
+
+
+def test_a_switched_rollout_is_a_fresh_one(subject):
+    """w4a16 -> w4a4_residual keeps the weights; w16a4 has other ones and must be built anew."""
+    model = rollout(subject, replace(subject.spec, rollout="w4a16"))
+    spec = replace(subject.spec, rollout="w4a4_residual", residual_sites=("w2", "o"), ratio=0.25, selection="token")
+    switched = rollout(subject, spec, reuse=model)
+    assert switched is model
+    fresh = evaluate(rollout(subject, spec), subject.sequences, 4096)
+    assert_close(evaluate(switched, subject.sequences, 4096).logprobs, fresh.logprobs, atol=0.0)
+    for other in (
+        replace(spec, rollout="w16a4"),
+        replace(spec, rollout="w4a4", targets=("experts",)),
+        replace(spec, rollout="bf16"),
+    ):
+        assert rollout(subject, other, reuse=switched) is not switched
+
+
+def test_report_runs_every_analysis_once_and_writes_one_page(tmp_path, capsys):
+    argv = ["--config", CONFIG, "--prompts", "2", "--samples", "1", "--out", str(tmp_path), *MODEL]
+    report.main(argv)
+    page = (tmp_path / "report.html").read_text()
+    for name in report.ANALYSES:
+        assert f'<section id="{name}">' in page and (tmp_path / f"{name}.json").exists()
+    assert not re.search(r"\bnan\b", re.sub(r"data:[^\"]+", "", page).lower())
+    stamps = {path.name: path.stat().st_mtime_ns for path in tmp_path.glob("*.json")}
+    report.main(argv)
+    assert stamps == {path.name: path.stat().st_mtime_ns for path in tmp_path.glob("*.json")}
+    assert "drift: there already" in capsys.readouterr().err
