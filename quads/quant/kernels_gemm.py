@@ -185,24 +185,29 @@ def w4_gemm_kernel(
     pid = pid // SPLIT
     block = pid // tiles_n
     n0 = (pid % tiles_n) * BN
+    column = tl.arange(0, MB)
+    slot = block * BM + column % BM
+    expert = 0
+    target = slot
+    if MODE == "scatter":
+        # The routing map is complete: the "gather" GEMM called start_next after its own wait.
+        expert = tl.load(expert_ptr + block)
+        target = tl.load(rows_ptr + slot)
     wait_for_previous(ASM)
     start_next(ASM)
-    expert = 0
-    if MODE != "dense":
+    if MODE == "gather":
         expert = tl.load(expert_ptr + block)
+        target = tl.load(rows_ptr + slot)
     if expert < 0:
         return
 
-    column = tl.arange(0, MB)
-    slot = block * BM + column % BM
     # Padding slots load nothing (cp.async fills zeros): all reading one row would queue at one place of the L2 cache.
     if MODE == "gather":
-        target = tl.load(rows_ptr + slot)
         there = target < n_rows
         x_row = target // TOP_K
         half_rows = n_rows // TOP_K
     elif MODE == "scatter":
-        there = tl.load(rows_ptr + slot) < n_rows
+        there = target < n_rows
         x_row = slot
         half_rows = (tl.num_programs(0) // SPLIT // tiles_n) * BM
     else:

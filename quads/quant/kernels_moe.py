@@ -63,17 +63,20 @@ def route_kernel(
     e = tl.program_id(0)
     bins = tl.arange(0, BINS)
     lane = tl.arange(0, CHUNK)
-    counts = tl.zeros((BINS,), dtype=tl.int32)
-    for start in range(0, n_pairs, CHUNK):
-        ids = _load_ids(ids_ptr, live_ptr, start + lane, n_pairs, TOP_K, E, HAS_LIVE)
-        counts += tl.histogram(ids, BINS)
+    ids = _load_ids(ids_ptr, live_ptr, lane, n_pairs, TOP_K, E, HAS_LIVE)  # of a decode step, all of them
+    counts = tl.histogram(ids, BINS)
+    for start in range(CHUNK, n_pairs, CHUNK):
+        counts += tl.histogram(_load_ids(ids_ptr, live_ptr, start + lane, n_pairs, TOP_K, E, HAS_LIVE), BINS)
     blocks = tl.where(bins < E, (counts + BM - 1) // BM, 0)
     first = tl.sum(tl.where(bins < e, blocks, 0))
     mine = tl.sum(tl.where(bins == e, counts, 0))
     used = tl.sum(blocks)
 
     slot = first * BM
-    for start in range(0, n_pairs, CHUNK):
+    hit = (ids == e).to(tl.int32)
+    tl.store(rows_ptr + slot + tl.cumsum(hit, 0) - 1, lane, mask=hit != 0)
+    slot += tl.sum(hit)
+    for start in range(CHUNK, n_pairs, CHUNK):
         hit = (_load_ids(ids_ptr, live_ptr, start + lane, n_pairs, TOP_K, E, HAS_LIVE) == e).to(tl.int32)
         tl.store(rows_ptr + slot + tl.cumsum(hit, 0) - 1, start + lane, mask=hit != 0)
         slot += tl.sum(hit)
@@ -97,26 +100,28 @@ def combine_kernel(
     H,
     TOP_K: tl.constexpr,
     E: tl.constexpr,
+    BA: tl.constexpr,
     BH: tl.constexpr,
     HAS_LIVE: tl.constexpr,
     ASM: tl.constexpr,
 ):
     """out[t] = sum over a of gate[t, a] * y[t, a], each product rounded to bfloat16 as torch does, the sum in fp32 in
-    the order of the token's list. Dead tokens give 0."""
+    one order for all tokens. Dead tokens give 0."""
     start_next(ASM)
-    wait_for_previous(ASM)
     t = tl.program_id(0)
     h = tl.program_id(1) * BH + tl.arange(0, BH)
-    total = tl.zeros((BH,), dtype=tl.float32)
-    for a in tl.static_range(TOP_K):
-        pair = t * TOP_K + a
-        expert = tl.load(ids_ptr + pair).to(tl.int32)
-        there = (expert >= 0) & (expert < E)
-        if HAS_LIVE:
-            there = there & (tl.load(live_ptr + t) != 0)
-        y = tl.load(y_ptr + pair.to(tl.int64) * H + h, mask=h < tl.where(there, H, 0), other=0.0).to(tl.float32)
-        total += to_bf16(y * tl.load(gates_ptr + pair).to(tl.float32), ASM).to(tl.float32)
-    tl.store(out_ptr + t.to(tl.int64) * H + h, to_bf16(total, ASM), mask=h < H)
+    a = tl.arange(0, BA)
+    pair = t * TOP_K + a
+    expert = tl.load(ids_ptr + pair, mask=a < TOP_K, other=E).to(tl.int32)
+    gate = tl.load(gates_ptr + pair, mask=a < TOP_K, other=0.0).to(tl.float32)
+    limit = E
+    if HAS_LIVE:
+        limit = tl.where(tl.load(live_ptr + t) != 0, E, 0)
+    there = (expert >= 0) & (expert < limit)
+    wait_for_previous(ASM)  # ids and gates are older than the kernel before this one
+    y = tl.load(y_ptr + pair.to(tl.int64)[:, None] * H + h[None, :], mask=there[:, None] & (h < H)[None, :], other=0.0)
+    product = to_bf16(y.to(tl.float32) * gate[:, None], ASM).to(tl.float32)
+    tl.store(out_ptr + t.to(tl.int64) * H + h, to_bf16(tl.sum(product, axis=0), ASM), mask=h < H)
 
 
 def route(ids_TA: Tensor, experts: int, bm: int, live_T: Tensor | None = None) -> Routing:
@@ -151,7 +156,7 @@ def combine(y_RH: Tensor, ids_TA: Tensor, gates_TA: Tensor, experts: int, live_T
     tokens, top_k = ids_TA.shape
     hidden = y_RH.shape[1]
     out = torch.empty(tokens, hidden, dtype=torch.bfloat16, device=y_RH.device)
-    bh = min(triton.next_power_of_2(hidden), 1024)
+    bh = min(triton.next_power_of_2(hidden), 512)
     combine_kernel[(tokens, triton.cdiv(hidden, bh))](
         y_RH,
         ids_TA,
@@ -161,6 +166,7 @@ def combine(y_RH: Tensor, ids_TA: Tensor, gates_TA: Tensor, experts: int, live_T
         hidden,
         TOP_K=top_k,
         E=experts,
+        BA=triton.next_power_of_2(top_k),
         BH=bh,
         HAS_LIVE=live_T is not None,
         ASM=compiled(),

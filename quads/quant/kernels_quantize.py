@@ -65,11 +65,14 @@ def rows_kernel(
     routing map, which is not read here; it waited for the producer of x, so this one only waits at its end.
     """
     start_next(ASM)
+    row = tl.program_id(0).to(tl.int64)
+    target = row
+    if HAS_SLOTS:
+        target = tl.load(slots_ptr + row)  # complete: the GEMM before this kernel read it before it called start_next
     if not AFTER_ROUTE:
         wait_for_previous(ASM)
-    row = tl.program_id(0).to(tl.int64)
     if HAS_SLOTS:
-        if tl.load(slots_ptr + row) >= slots_end:
+        if target >= slots_end:
             return
     position, column = tile_columns(KP, STORED)
     if EVEN:

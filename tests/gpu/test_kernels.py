@@ -9,7 +9,8 @@ from quads.quant import nvfp4
 
 pytestmark = pytest.mark.gpu
 if torch.cuda.is_available():
-    from quads.quant import conformance, kernels
+    from quads.quant import conformance, kernels, kernels_tune
+    from quads.quant.kernels_tune import ShapeClass, Tile
     from tests.numerics import kernel_checks as check
 
 PRECISIONS = ("w4a16", "w4a4", "w4a4_residual")
@@ -41,6 +42,25 @@ def test_linear(rows, precision):
 def test_experts(precision, one_expert):
     for tokens, experts, top_k, hidden, width in ((1, 8, 2, 48, 16), (7, 4, 2, 272, 48), (130, 8, 4, 256, 128)):
         check.check_moe(tokens, experts, top_k, hidden, width, precision, "cuda", one_expert=one_expert)
+
+
+def test_linear_with_shared_k_and_with_an_expanded_weight(monkeypatch):
+    for tile in (Tile(64, 1, 3, 4, 2), Tile(64, 2, 3, 4, 4), Tile(128, 1, 3, 4, 8)):
+        monkeypatch.setattr(kernels, "shape_class", lambda *arguments, t=tile: ShapeClass(1e9, 16, {"dense": t}))
+        for precision in PRECISIONS:
+            check.check_linear(40, 512, 2048, precision, "token", "cuda")
+    monkeypatch.setattr(kernels, "shape_class", lambda *arguments: ShapeClass(1e9, 16, {}, True))
+    for precision in PRECISIONS:
+        check.check_linear(300, 5120, 2048, precision, "block", "cuda")
+
+
+def test_a_gpu_without_a_tuning_file_tunes_once_and_says_so(monkeypatch, capsys):
+    monkeypatch.setattr(kernels_tune, "stored", lambda name: None)
+    check.check_linear(5, 256, 512, "w4a4", "token", "cuda")
+    assert capsys.readouterr().out.count("no tuning file for this GPU; dense 256x512") == 1
+    check.check_linear(5, 256, 512, "w4a4", "token", "cuda")
+    check.check_moe(7, 4, 2, 256, 128, "w4a4", "cuda")
+    assert "dense" not in capsys.readouterr().out
 
 
 def large_layer(tokens: int, seed: int = 0):

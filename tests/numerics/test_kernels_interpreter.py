@@ -14,8 +14,10 @@ if INTERPRETED:
     import torch
 
     from quads.errors import UserError
-    from quads.quant import kernels, nvfp4
+    from quads.quant import kernels, nvfp4, residual
     from quads.quant.kernels_moe import max_blocks, route
+    from quads.quant.kernels_select import select
+    from quads.quant.kernels_tune import ShapeClass, Tile
     from tests.numerics import kernel_checks as check
 
     @pytest.mark.parametrize("mode", ["pow2", "amax"])
@@ -28,8 +30,8 @@ if INTERPRETED:
         [
             (1, 16, "batch", 0.5),
             (7, 48, "token", 0.25),
-            (8, 2064, "block", 0.5),
-            (40, 128, "batch", 0.3),
+            (3, 2064, "block", 0.5),
+            (12, 128, "batch", 0.3),
             (9, 80, "token", 1.0),
             (6, 96, "batch", 0.0),
         ],
@@ -37,8 +39,14 @@ if INTERPRETED:
     def test_activation_quantizer(rows, k, selection, ratio):
         check.check_activation_quantizer(rows, k, selection, ratio, "cpu")
 
-    def test_scores_of_many_rows_are_summed_in_two_steps():
-        check.check_activation_quantizer(300, 32, "batch", 0.5, "cpu", torch.bfloat16)
+    def test_channels_of_many_rows():
+        """More rows than partial sums: several rows a program; dead rows do not count."""
+        x = torch.randn(130, 32).bfloat16()
+        live = torch.arange(130) % 3 > 0
+        x[~live] *= 100
+        scores = residual.channel_scores(nvfp4.qdq_rows(x) - x.float(), "batch", live)
+        mask = select(x, 32, 9, False, live.view(torch.uint8), False, False)
+        assert torch.equal(mask.bool(), residual.select_channels(scores, 9 / 32, "batch"))
 
     def test_equal_scores_go_to_the_lower_channel():
         x = torch.full((3, 64), 1.1)
@@ -53,6 +61,14 @@ if INTERPRETED:
             pytest.skip("16-bit activations have no FP4 path")
         for rows, n, k, selection in ((1, 130, 16, "batch"), (5, 40, 144, "token"), (19, 16, 48, "block")):
             check.check_linear(rows, n, k, precision, selection, "cpu", path)
+
+    @pytest.mark.parametrize(
+        "row", [ShapeClass(1e9, 16, {"dense": Tile(32, 1, 1, 4, 3)}), ShapeClass(1e9, 16, {}, True)]
+    )
+    def test_linear_with_shared_k_and_with_an_expanded_weight(row, monkeypatch):
+        monkeypatch.setattr(kernels, "shape_class", lambda *arguments: row)
+        check.check_linear(5, 40, 272, "w4a4_residual", "token", "cpu")
+        check.check_linear(2, 130, 272, "w4a16", "token", "cpu")
 
     @pytest.mark.parametrize(
         ("precision", "path"),
