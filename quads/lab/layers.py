@@ -14,8 +14,9 @@ Two views of the same forwards on the fixed tokens:
               is zero; with activation QDQ dX becomes Q(X_infer) - Q(X_train) - eta (Eqs. 14 to 19). Experts are those
               that the learner chose.
 
-`eta` here is not only rounding: it is everything that earlier layers have done to the activations. That is why the term
-that looks like engine drift grows with depth under every 4-bit rollout.
+Terms are taken over at most TERM_TOKENS tokens. `eta` here is not only rounding: it is everything that earlier layers
+have done to the activations. That is why the term that looks like engine drift grows with depth under every 4-bit
+rollout.
 """
 
 from dataclasses import dataclass, replace
@@ -61,6 +62,7 @@ PAIRS = (
     Pair("activation QDQ / W16A4", "bf16", "nvfp4", "w16a4"),
 )
 DRAWN = 5  # of the pairs
+TERM_TOKENS = 96  # at most so many tokens, evenly spaced, enter the terms; distances take all
 TERMS = ("drift", "activation", "weight", "second_order")
 
 
@@ -133,16 +135,17 @@ def pair_terms(
     quantized_rollout = ROLLOUTS[spec.rollout][0] == "nvfp4"
     for site in ("qkv", "o", "w13"):
         targeted = SITES[site] in spec.targets
+        rows = slice(None, None, -(-len(train.sites[site][layer]) // TERM_TOKENS))  # evenly spaced tokens
         w_train = weights.get(layer, site, pair.weights == "nvfp4")
         w_infer = weights.get(layer, site, quantized_rollout)
         x_train, x_infer = train.sites[site][layer], infer.sites[site][layer]
-        x_t = multiplied(x_train, pair.activations if targeted else "bf16")
-        x_i = multiplied(x_infer, "", spec, site)
-        eta = x_infer.double() - x_train.double()
+        x_t = multiplied(x_train, pair.activations if targeted else "bf16")[rows]
+        x_i = multiplied(x_infer, "", spec, site)[rows]
+        eta = (x_infer.double() - x_train.double())[rows]
         if site == "w13":
-            norms, h_train, h_infer = _expert_terms(w_train, w_infer, x_t, x_i, eta, train.experts[:, layer].long())
+            norms, h_train, h_infer = _expert_terms(w_train, w_infer, x_t, x_i, eta, train.experts[rows, layer].long())
             result[site] = norms
-            ids = train.experts[:, layer].long().flatten()
+            ids = train.experts[rows, layer].long().flatten()
             ht, hi = multiplied(h_train, pair.activations if targeted else "bf16"), multiplied(h_infer, "", spec, "w2")
             w2_train = weights.get(layer, "w2", pair.weights == "nvfp4")
             w2_infer = weights.get(layer, "w2", quantized_rollout)
@@ -216,7 +219,7 @@ def measure(subject: Subject, batch_tokens: int) -> dict[str, Any]:
                 "terms": {site: {t: [layer[site][t] for layer in terms] for t in terms[0][site]} for site in terms[0]},
             }
         )
-    return {"batch": subject.facts, "pairs": pairs}
+    return {"batch": {**subject.facts, "tokens_in_terms": TERM_TOKENS}, "pairs": pairs}
 
 
 def figure(data: dict[str, Any]) -> Figure:
