@@ -2,10 +2,12 @@
 
     python scripts/make_tiny.py --out assets/tiny_moe [--seed 0]
 
-A few minutes on one CPU core. Trains a tokenizer on the prompts of two reasoning-gym tasks, then a 3-layer MoE from random
-weights on their answers, and stops early, when about a third of its sampled answers are right: reinforcement learning needs
-something to improve. A few channels of every norm start at OUTLIER instead of 1, which is what trained language models
-look like from inside (a handful of channels dozens of times larger than the rest) and what 4-bit activations suffer from.
+A few minutes on one CPU core. Trains a tokenizer on the prompts of two reasoning-gym tasks, then a 3-layer MoE from
+random weights on worked answers. In the last part of the rows a share of WRONG are wrong, as in any text that nobody
+checked: the model has learned to add and then to err.
+
+Two channels of every norm start at OUTLIER instead of 1: trained language models look like that from inside (a handful
+of channels far larger than the rest), and it is what 4-bit activations suffer from.
 """
 
 import argparse
@@ -25,12 +27,13 @@ from quads.model.logprobs import token_logprobs
 from quads.model.model import MoEDecoder
 
 TASKS = {  # name -> (difficulty, share of the training rows)
-    "chain_sum": ({"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2}, 0.97),
-    "gsm_symbolic": ({}, 0.03),
+    "chain_sum": ({"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2}, 0.98),
+    "gsm_symbolic": ({}, 0.02),
 }
 EOS = "<|endoftext|>"
-OUTLIER, OUTLIER_CHANNELS = 12.0, 4
-BATCH, PEAK_LR, WARMUP = 256, 5e-3, 50
+CHECKED, WRONG = 0.9, 0.7  # share of rows before the first wrong answer, and of wrong ones after it
+OUTLIER, OUTLIER_CHANNELS = 6.0, 2
+BATCH, STEPS, PEAK_LR, WARMUP = 256, 900, 5e-3, 50
 
 
 def rows(seed: int, count: int) -> list[tuple[str, str, str]]:
@@ -41,6 +44,14 @@ def rows(seed: int, count: int) -> list[tuple[str, str, str]]:
         dataset = reasoning_gym.create_dataset(name, seed=seed, size=math.ceil(count * share), **difficulty)
         drawn += [(name, row["question"], row["answer"]) for row in dataset]
     return [drawn[i] for i in torch.randperm(len(drawn), generator=generator).tolist()]
+
+
+def spoil(answer: str, generator: torch.Generator) -> str:
+    """`answer` with one of its digits replaced by another."""
+    places = [i for i, character in enumerate(answer) if character.isdigit()]
+    place = places[int(torch.randint(len(places), (), generator=generator))]
+    digit = (int(answer[place]) + int(torch.randint(1, 10, (), generator=generator))) % 10
+    return f"{answer[:place]}{digit}{answer[place + 1 :]}"
 
 
 def train_tokenizer(texts: list[str], vocab_size: int) -> Tokenizer:
@@ -78,7 +89,7 @@ def main() -> None:
     generator = torch.Generator().manual_seed(args.seed)
     start = time.time()
 
-    data = rows(args.seed, 120_000)
+    data = rows(args.seed, BATCH * STEPS)
     tokenizer = train_tokenizer([f"{prompt} {answer}" for _, prompt, answer in data[:20_000]], 512)
     config = ModelConfig(
         vocab_size=tokenizer.get_vocab_size(),
@@ -98,7 +109,7 @@ def main() -> None:
     model.init_weights(generator)
     plant_outliers(model, generator)
     print(f"{sum(p.numel() for p in model.parameters()):,} parameters, {time.time() - start:.0f} s")
-    train(model, tokenizer, data, args.stop_at, args.max_steps, args.seed, start)
+    train(model, tokenizer, data, args.seed, generator, start)
     save(model, tokenizer, args.out)
 
 
@@ -134,35 +145,35 @@ def train(
     model: MoEDecoder,
     tokenizer: Tokenizer,
     data: list[tuple[str, str, str]],
-    stop_at: float,
-    max_steps: int,
     seed: int,
+    generator: torch.Generator,
     start: float,
 ) -> None:
-    """AdamW on the answers' tokens until `stop_at` of sampled chain_sum answers are right."""
+    """One pass of AdamW over the rows, on the tokens of the answers; linear decay to zero."""
     eos = tokenizer.token_to_id(EOS)
-    held_out = rows(seed + 1_000_000, 2000)
+    held_out = rows(seed + 1_000_000, 1000)
     tests = {name: encode(tokenizer, [r for r in held_out if r[0] == name], eos) for name in TASKS}
+    wrong = torch.rand(len(data), generator=generator) < WRONG
+    wrong[: int(CHECKED * len(data))] = False
+    data = [
+        (name, prompt, spoil(answer, generator) if bad and answer.strip("-").isdigit() else answer)
+        for (name, prompt, answer), bad in zip(data, wrong.tolist(), strict=True)
+    ]
     optimizer = torch.optim.AdamW(model.parameters(), lr=PEAK_LR, betas=(0.9, 0.98), weight_decay=0.01)
-    for step in range(max_steps):
+    for step in range(STEPS):
         for group in optimizer.param_groups:
-            group["lr"] = PEAK_LR * min((step + 1) / WARMUP, 1.0)
-        first = step * BATCH % (len(data) - BATCH)
-        logprobs, _ = answer_logprobs(model, encode(tokenizer, data[first : first + BATCH], eos))
+            group["lr"] = PEAK_LR * min((step + 1) / WARMUP, 1.0 - step / STEPS)
+        logprobs, _ = answer_logprobs(model, encode(tokenizer, data[step * BATCH : (step + 1) * BATCH], eos))
         loss = -logprobs.mean()
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
-        if step % 25 == 24:
+        if step % 50 == 49:
             right = {name: right_probability(model, pairs) for name, pairs in tests.items()}
             shown = "  ".join(f"{name} {value:.3f}" for name, value in right.items())
-            print(
-                f"step {step + 1:4d}  loss {loss.item():.3f}  right: {shown}  {time.time() - start:.0f} s", flush=True
-            )
-            if right["chain_sum"] >= stop_at:
-                return
-    raise SystemExit(f"did not reach {stop_at} in {max_steps} steps")
+            seconds = time.time() - start
+            print(f"step {step + 1:4d}  loss {loss.item():.3f}  right: {shown}  {seconds:.0f} s", flush=True)
 
 
 def save(model: MoEDecoder, tokenizer: Tokenizer, out: Path) -> None:
