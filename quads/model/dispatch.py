@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed._functional_collectives import all_to_all_single_autograd, wait_tensor
 
-from quads.model.moe import Grouping, LocalDispatcher
+from quads.model.moe import Grouping, LocalDispatcher, inverse, take_rows
 
 
 @dataclass
@@ -61,7 +61,7 @@ class AllToAllDispatcher(LocalDispatcher):
             received_P=received_P,
             regroup_S=expert_S.argsort(stable=True),
         )
-        return self._exchange(x_RH, received_P, sent_P).index_select(0, grouping.regroup_S), grouping
+        return _permute(self._exchange(x_RH, received_P, sent_P), grouping.regroup_S), grouping
 
     def live_rows(self, live_T: Tensor | None, grouping: Grouping, top_k: int) -> Tensor | None:
         """The live mask of the rows received."""
@@ -76,11 +76,15 @@ class AllToAllDispatcher(LocalDispatcher):
     def combine(self, y_SH: Tensor, gates_TA: Tensor, grouping: Grouping) -> Tensor:
         """The weighted sum over each token's experts, [T, H], on the process that the token came from."""
         assert isinstance(grouping, ExchangedGrouping)
-        place_S = torch.empty_like(grouping.regroup_S)
-        place_S[grouping.regroup_S] = torch.arange(place_S.shape[0], device=place_S.device)
-        y_RH = self._exchange(y_SH.index_select(0, place_S), grouping.sent_P, grouping.received_P)
+        y_SH = _permute(y_SH, inverse(grouping.regroup_S))
+        y_RH = self._exchange(y_SH, grouping.sent_P, grouping.received_P)
         return super().combine(y_RH, gates_TA, grouping)
 
     def _exchange(self, x: Tensor, out_splits: list[int], in_splits: list[int]) -> Tensor:
         """Differentiable all-to-all of rows; a plain, finished tensor comes back."""
         return wait_tensor(all_to_all_single_autograd(x, out_splits, in_splits, self.group))
+
+
+def _permute(x_SH: Tensor, order_S: Tensor) -> Tensor:
+    """x[order]; its backward is the inverse permutation, not a scatter."""
+    return take_rows(x_SH, order_S, inverse(order_S)[:, None])

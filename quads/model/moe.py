@@ -168,12 +168,13 @@ class Experts(nn.Module):
         x_TH = self.quantize_input("w13", x_TH, live_T)
         x_RH, grouping = self.dispatcher.dispatch(x_TH, ids_TA, self.num_experts)
         live_R = self.dispatcher.live_rows(live_T, grouping, ids_TA.shape[1])
-        y_RH = self.compute(x_RH, grouping.offsets_E, live_R)
+        y_RH = self.compute(x_RH, *self.effective_weights(x_RH.dtype), grouping.offsets_E, live_R)
         return self.dispatcher.combine(y_RH, gates_TA, grouping)
 
-    def compute(self, x_RH: Tensor, offsets_E: Tensor, live_R: Tensor | None = None) -> Tensor:
-        """The experts themselves on rows sorted by expert, [R, H]."""
-        w13_E2IH, w2_EHI = self.effective_weights(x_RH.dtype)
+    def compute(
+        self, x_RH: Tensor, w13_E2IH: Tensor, w2_EHI: Tensor, offsets_E: Tensor, live_R: Tensor | None = None
+    ) -> Tensor:
+        """The experts themselves on rows sorted by expert, [R, H]. What a compiler gets: plain tensors, no exchange."""
         gate_up_R2I = expert_matmul(x_RH, w13_E2IH, offsets_E, matmul_mode(x_RH, w13_E2IH))
         gate_RI, up_RI = gate_up_R2I.chunk(2, dim=-1)
         h_RI = self.quantize_input("w2", F.silu(gate_RI) * up_RI, live_R)
