@@ -1,4 +1,4 @@
-"""Tables of the 4-bit kernels on this GPU: quantizers, the expert layer, attention projections; beside FP8, bf16, floors.
+"""Tables of the 4-bit kernels on this GPU: quantizers, expert layer, attention projections; beside FP8, bf16, floors.
 
     python -m benchmarks.bench_kernels [quantize] [experts] [attention]
 
@@ -31,150 +31,130 @@ VARIANTS = {
 def quantizers(copy: float) -> None:
     print(f"\nquantizers, GB/s moved and share of the copy bandwidth {copy:.0f} GB/s")
     for rows, k in ((8192, 2048), (32768, 2048), (16384, 4096)):
-        sets = [torch.randn(rows, k, device="cuda", dtype=torch.bfloat16) for _ in range(4)]
-        wide = [x.view(16, rows // 16, k) for x in sets]
-        g = [torch.full((16,), 2.0**-9, device="cuda") for _ in sets]
-        half = 2.0 + 0.5625
-        jobs: list[tuple[str, float, Callable]] = [
-            ("quantize rows to codes", half, lambda i: quantize_activations(sets[i], k, codes=True)),
-            ("quantize rows to values", 4.0, lambda i: quantize_activations(sets[i], k)),
-            ("weight pack, g given", half, lambda i: kernels.quantize(wide[i], g[i])),
-            ("weight QDQ, g given", 4.0, lambda i: kernels.qdq(wide[i], g[i], dtype=torch.bfloat16)),
-            ("weight amax", 2.0, lambda i: weight_amax(wide[i])),
-        ]
-        for selection, reads in (("token", 1), ("batch", 2), ("block", 2)):
-            how = Compensation(0.5, selection)
-            jobs.append(
-                (
-                    f"+ residual, {selection}, codes",
-                    2.0 * reads + 1.125,
-                    lambda i, h=how: quantize_activations(sets[i], k, h, codes=True),
-                )
-            )
-        for name, per_element, call in jobs:
-            us = graph_us([lambda i=i, c=call: c(i) for i in range(4)])
-            gbps = rows * k * per_element / us / 1000
-            print(
-                f"  {rows:6d} x {k}  {name:28s} {us:8.1f} us  {gbps:6.0f} GB/s  {100 * gbps / copy:4.0f} %", flush=True
-            )
+        quantizer_rows(rows, k, copy)
 
 
-def experts_hit(ids: list[torch.Tensor]) -> float:
-    return sum(float(i.unique().numel()) for i in ids) / len(ids)
+def quantizer_rows(rows: int, k: int, copy: float) -> None:
+    sets = [torch.randn(rows, k, device="cuda", dtype=torch.bfloat16) for _ in range(4)]
+    wide = [x.view(16, rows // 16, k) for x in sets]
+    g = [torch.full((16,), 2.0**-9, device="cuda") for _ in sets]
+    half = 2.0 + 0.5625
+    jobs: list[tuple[str, float, Callable]] = [
+        ("quantize rows to codes", half, lambda i: quantize_activations(sets[i], k, codes=True)),
+        ("quantize rows to values", 4.0, lambda i: quantize_activations(sets[i], k)),
+        ("weight pack, g given", half, lambda i: kernels.quantize(wide[i], g[i])),
+        ("weight QDQ, g given", 4.0, lambda i: kernels.qdq(wide[i], g[i], dtype=torch.bfloat16)),
+        ("weight amax", 2.0, lambda i: weight_amax(wide[i])),
+    ]
+    for selection, reads in (("token", 1), ("batch", 2), ("block", 2)):
+        how = Compensation(0.5, selection)
+        per_element = 2.0 * reads + 1.125
+        name = f"+ residual, {selection}, codes"
+        jobs.append((name, per_element, lambda i, how=how: quantize_activations(sets[i], k, how, codes=True)))
+    for name, per_element, call in jobs:
+        us = graph_us([lambda i=i, call=call: call(i) for i in range(4)])
+        gbps = rows * k * per_element / us / 1000
+        print(f"  {rows:6d} x {k}  {name:28s} {us:8.1f} us  {gbps:6.0f} GB/s  {100 * gbps / copy:4.0f} %", flush=True)
 
 
-def best(calls: dict, default: float = float("nan")) -> tuple[float, object]:
-    """Fastest of several configurations: (us, its key)."""
+def fastest(calls: dict) -> tuple[float, object]:
+    """Of several configurations, (us, its key); NaN if none runs."""
     times = {}
     for key, make in calls.items():
         try:
             times[key] = graph_us(make, replays=5)
         except Exception as error:
             print("  skipped", key, type(error).__name__, str(error)[:90])
-    if not times:
-        return default, None
-    key = min(times, key=lambda each: times[each])
-    return times[key], key
+    key = min(times, key=lambda each: times[each], default=None)
+    return times.get(key, float("nan")), key
 
 
 def experts(read: float) -> None:
     w4 = [(weight((EXPERTS, 2 * WIDTH, HIDDEN), True), weight((EXPERTS, HIDDEN, WIDTH))) for _ in range(2)]
-    full = [
-        (
-            torch.randn(EXPERTS, 2 * WIDTH, HIDDEN, device="cuda").bfloat16() * 0.02,
-            torch.randn(EXPERTS, HIDDEN, WIDTH, device="cuda").bfloat16() * 0.02,
-        )
-        for _ in range(2)
-    ]
+    shapes = ((EXPERTS, 2 * WIDTH, HIDDEN), (EXPERTS, HIDDEN, WIDTH))
+    full = [tuple(torch.randn(s, device="cuda").bfloat16() * 0.02 for s in shapes) for _ in range(2)]
     fp8 = [tuple(baselines.fp8_weight(w) for w in pair) for pair in full]
-    print("\nexpert layer, us (whole layer)")
-    print(
-        f"{'tokens':>7s} {'hit':>6s} {'floor w4':>9s} {'bf16':>8s} {'fp8':>8s} {'fp8 torch':>9s} "
-        + " ".join(f"{v:>10s}" for v in VARIANTS)
-        + "   fp8/each"
-    )
+    print("\nexpert layer, us (whole layer); ratio = faster FP8 / each")
+    print("  tokens    hit  floor w4     bf16      fp8 fp8 torch " + " ".join(f"{name:>10s}" for name in VARIANTS))
     for tokens in TOKENS:
-        repeats = 8 if tokens <= 256 else 4
-        x = [torch.randn(tokens, HIDDEN, device="cuda", dtype=torch.bfloat16) for _ in range(repeats)]
-        ids = [torch.rand(tokens, EXPERTS, device="cuda").topk(TOP_K).indices for _ in range(repeats)]
-        if tokens == 1:  # disjoint experts, so that no weight is still in the cache
-            ids = [torch.arange(8, device="cuda").view(1, 8) + 8 * i for i in range(repeats)]
-        gates = [torch.rand(tokens, TOP_K, device="cuda").bfloat16() for _ in range(repeats)]
-        span = range(repeats)
-        hit = experts_hit(ids)
-        floor = hit * 3 * HIDDEN * WIDTH * 0.5625 / read / 1000
-        bf16, _ = best({"bf16": [lambda i=i: baselines.bf16_moe(x[i], *full[i % 2], ids[i], gates[i]) for i in span]})
-        torch_fp8, _ = best(
-            {"torch fp8": [lambda i=i: baselines.scaled_grouped_moe(x[i], *fp8[i % 2], ids[i], gates[i]) for i in span]}
-        )
-        per_expert = tokens * TOP_K / EXPERTS
-        bms = (
-            (16,)
-            if per_expert <= 2
-            else (16, 32)
-            if per_expert <= 6
-            else (16, 32, 64)
-            if per_expert <= 24
-            else (64, 128)
-        )
-        found = {}
-        for bm in bms:
-            for config in baselines.FP8_CONFIGS:
-                found[bm, config] = [
-                    lambda i=i, bm=bm, c=config: baselines.fp8_moe(x[i], *fp8[i % 2], ids[i], gates[i], bm, (c, c))
-                    for i in span
-                ]
-        native, which = best(found)
-        row = []
-        for precision, selection in VARIANTS.values():
-            calls = [
-                lambda i=i, p=precision, s=selection: kernels.moe(
-                    x[i], *w4[i % 2], ids[i], gates[i], p, ("w13",), 0.5, s
-                )
+        expert_row(tokens, w4, full, fp8, read)
+
+
+def expert_row(tokens: int, w4: list, full: list, fp8: list, read: float) -> None:
+    repeats = 8 if tokens <= 256 else 4
+    span = range(repeats)
+    x = [torch.randn(tokens, HIDDEN, device="cuda", dtype=torch.bfloat16) for _ in span]
+    ids = [torch.rand(tokens, EXPERTS, device="cuda").topk(TOP_K).indices for _ in span]
+    if tokens == 1:  # disjoint experts, so that no weight is still in the cache
+        ids = [torch.arange(TOP_K, device="cuda").view(1, TOP_K) + TOP_K * i for i in span]
+    gates = [torch.rand(tokens, TOP_K, device="cuda").bfloat16() for _ in span]
+    hit = sum(i.unique().numel() for i in ids) / repeats
+    floor = hit * 3 * HIDDEN * WIDTH * 0.5625 / read / 1000
+    bf16, _ = fastest({0: [lambda i=i: baselines.bf16_moe(x[i], *full[i % 2], ids[i], gates[i]) for i in span]})
+    grouped, _ = fastest(
+        {0: [lambda i=i: baselines.scaled_grouped_moe(x[i], *fp8[i % 2], ids[i], gates[i]) for i in span]}
+    )
+    per_expert = tokens * TOP_K / EXPERTS
+    bms = (16,) if per_expert <= 2 else (16, 32) if per_expert <= 6 else (16, 32, 64) if per_expert <= 24 else (64, 128)
+
+    def fp8_calls(bm, config):
+        return [lambda i=i: baselines.fp8_moe(x[i], *fp8[i % 2], ids[i], gates[i], bm, (config, config)) for i in span]
+
+    configs = {(bm, config): fp8_calls(bm, config) for bm in bms for config in baselines.FP8_CONFIGS}
+    native, which = fastest(configs)
+
+    def w4_us(precision, selection):
+        return graph_us(
+            [
+                lambda i=i: kernels.moe(x[i], *w4[i % 2], ids[i], gates[i], precision, ("w13",), 0.5, selection)
                 for i in span
             ]
-            row.append(graph_us(calls))
-        print(
-            f"{tokens:7d} {hit:6.1f} {floor:9.1f} {bf16:8.1f} {native:8.1f} {torch_fp8:9.1f} "
-            + " ".join(f"{us:10.1f}" for us in row)
-            + "   "
-            + " ".join(f"{min(native, torch_fp8 if torch_fp8 == torch_fp8 else native) / us:.2f}" for us in row)
-            + f"   fp8 config {which}",
-            flush=True,
         )
+
+    row = [w4_us(*variant) for variant in VARIANTS.values()]
+    baseline = native if grouped != grouped else min(native, grouped)
+    print(
+        f"{tokens:8d} {hit:6.1f} {floor:9.1f} {bf16:8.1f} {native:8.1f} {grouped:9.1f} "
+        + " ".join(f"{us:10.1f}" for us in row)
+        + "   ratio "
+        + " ".join(f"{baseline / us:.2f}" for us in row)
+        + f"   fp8 bm, (bn, bk, stages, warps): {which}",
+        flush=True,
+    )
 
 
 def attention(read: float) -> None:
-    print("\nattention projections, us (quantization and GEMM)")
+    print("\nattention projections, us (quantization and GEMM); ratio = FP8 (torch._scaled_mm, rows) / each")
     for n, k in ((5120, 2048), (2048, 4096)):
-        count = 16
-        w4 = [weight((n, k)) for _ in range(count)]
-        full = [torch.randn(n, k, device="cuda").bfloat16() * 0.02 for _ in range(count)]
+        w4 = [weight((n, k)) for _ in range(16)]
+        full = [torch.randn(n, k, device="cuda").bfloat16() * 0.02 for _ in range(16)]
         fp8 = [baselines.fp8_weight(w) for w in full]
-        print(f"{k} -> {n}: tokens, floor w4, bf16, fp8 (torch._scaled_mm), " + ", ".join(VARIANTS))
+        print(f"{k} -> {n}: tokens, floor w4, bf16, fp8, " + ", ".join(VARIANTS))
         for tokens in TOKENS:
             x = torch.randn(tokens, k, device="cuda", dtype=torch.bfloat16)
-            floor = n * k * 0.5625 / read / 1000
-            bf16 = graph_us([lambda w=w: x @ w.t() for w in full])
+            attention_row(x, w4, full, fp8, n * k * 0.5625 / read / 1000)
 
-            def scaled(w):
-                q, s = baselines.fp8_rows(x)
-                return torch._scaled_mm(
-                    q, w[0].t(), s.unsqueeze(1), w[1].unsqueeze(0), out_dtype=torch.bfloat16, use_fast_accum=True
-                )
 
-            native, _ = best({"scaled_mm": [lambda w=w: scaled(w) for w in fp8]})
-            row = [
-                graph_us([lambda w=w, p=p, s=s: kernels.linear(x, w, p, 0.5, s) for w in w4])
-                for p, s in VARIANTS.values()
-            ]
-            print(
-                f"  {tokens:6d} {floor:7.1f} {bf16:8.1f} {native:8.1f}   "
-                + " ".join(f"{us:8.1f}" for us in row)
-                + "   fp8/each "
-                + " ".join(f"{native / us:.2f}" for us in row),
-                flush=True,
-            )
+def attention_row(x: torch.Tensor, w4: list, full: list, fp8: list, floor: float) -> None:
+    def scaled(w):
+        q, s = baselines.fp8_rows(x)
+        return torch._scaled_mm(
+            q, w[0].t(), s.unsqueeze(1), w[1].unsqueeze(0), out_dtype=torch.bfloat16, use_fast_accum=True
+        )
+
+    bf16 = graph_us([lambda w=w: x @ w.t() for w in full])
+    native, _ = fastest({0: [lambda w=w: scaled(w) for w in fp8]})
+    row = [
+        graph_us([lambda w=w, p=precision, s=selection: kernels.linear(x, w, p, 0.5, s) for w in w4])
+        for precision, selection in VARIANTS.values()
+    ]
+    print(
+        f"  {x.shape[0]:6d} {floor:7.1f} {bf16:8.1f} {native:8.1f}   "
+        + " ".join(f"{us:8.1f}" for us in row)
+        + "   ratio "
+        + " ".join(f"{native / us:.2f}" for us in row),
+        flush=True,
+    )
 
 
 def main() -> None:

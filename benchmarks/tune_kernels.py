@@ -11,6 +11,7 @@ Times one layer of 128 experts (hidden 2048, width 768, top-8) and the attention
 import itertools
 import json
 import os
+import re
 import sys
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
@@ -139,6 +140,12 @@ def weight(shape: tuple[int, ...], swiglu: bool = False) -> kernels.KernelWeight
     return kernels.KernelWeight.from_packed(*kernels.quantize(w), swiglu=swiglu)
 
 
+def pretty(content: dict) -> str:
+    """JSON with one shape class a line."""
+    text = json.dumps(content, indent=1)
+    return re.sub(r"\{\s+(\"up_to\"[^{}]*?)\s+\}", lambda m: "{" + re.sub(r"\s+", " ", m[1]) + "}", text) + "\n"
+
+
 def main() -> None:
     asked = sys.argv[2:] or ["moe", "dense"]
     tables = [each for each in (("moe", ROUTED, ("w13", "w2")), ("dense", DENSE, ("qkv", "o"))) if each[0] in asked]
@@ -236,7 +243,7 @@ def main() -> None:
         "tile": ["bn", "kstep", "stages", "warps"],
         "classes": classes,
     }
-    target.write_text(json.dumps(content, indent=1))
+    target.write_text(pretty(content))
     every = [[*job[:3], *job[3], job[4], us] for job, us in times.items()]
     target.with_suffix(".all").write_text(json.dumps(every))
 

@@ -6,9 +6,9 @@
     y = moe(x, w13, w2, topk_ids, topk_weights, "w4a4", ...)
     quantize, dequantize, qdq, compensate_packed                       the operators of nvfp4.py and residual.py
 
-Paths: "native_fp4" multiplies 4-bit operands on Blackwell's tensor cores (kernels_native.py); "decoded" turns codes into
-bfloat16 in registers, exactly, and multiplies those (kernels_gemm.py). Nothing here synchronizes with the host, and no
-shape depends on data, so every call may be captured in a CUDA graph once it has run before.
+Paths: "native_fp4" multiplies 4-bit operands on Blackwell's tensor cores (kernels_native.py); "decoded" turns codes
+into bfloat16 in registers, exactly, and multiplies those (kernels_gemm.py). Nothing here synchronizes with the host,
+and no shape depends on data, so every call may be captured in a CUDA graph once it has run before.
 """
 
 from typing import Literal
@@ -46,7 +46,7 @@ def choose(device: torch.device | str, precision: str, path: str = "auto") -> tu
     if device.type != "cuda":
         if compiled():
             raise UserError(
-                f'Triton kernels need a CUDA GPU, not {device.type}; use kernel = "reference" (or set TRITON_INTERPRET=1)'
+                f'Triton kernels need a CUDA GPU, not {device.type}; use kernel = "reference" (or TRITON_INTERPRET=1)'
             )
         return ("native_fp4" if path == "native_fp4" else "decoded"), "Triton interpreter"
     major, minor = torch.cuda.get_device_capability(device)
@@ -126,7 +126,7 @@ def _gemm(
         return
     nb, kb = weight.words.shape[1:3]
     unused = weight.g
-    # Launched while the kernel before it runs, a grid that does not fill the GPU lands unevenly on it; measured: slower.
+    # Launched while the kernel before it runs, a grid that does not fill the GPU lands unevenly on it: measured slower.
     overlap = n_rows <= 16 if layer == "dense" else n_rows >= weight.experts
 
     def run(choice: Tile) -> None:
@@ -202,7 +202,7 @@ def moe(
 ) -> Tensor:
     """Routed experts, bfloat16 [T, H]: sum over a token's experts of gate * w2(silu(gate rows) * up rows).
 
-    x: bfloat16 [T, H]; topk_ids int [T, A]; topk_weights [T, A]; live_T bool [T]: dead rows are not computed and give 0.
+    x: bfloat16 [T, H]; topk_ids int [T, A]; topk_weights [T, A]; live_T bool [T]: dead rows cost nothing and give 0.
     With precision "w4a4_residual" the sites named in residual_sites ("w13", "w2") are compensated, the other is w4a4.
     """
     tokens, top_k = topk_ids_TA.shape

@@ -81,8 +81,8 @@ def sum_parts(parts_STN: Tensor, out_TN: Tensor) -> None:
 def expanded(
     x: Tensor, weight: "KernelWeight", precision: str, compensation: Compensation, live: Tensor | None
 ) -> Tensor:
-    """Many rows: the weight becomes bfloat16 once, and torch multiplies. The residual is a second half of K with the same
-    weight, so the sum of both is still one fp32 accumulation."""
+    """Many rows: the weight becomes bfloat16 once, and torch multiplies. The residual is a second half of K with the
+    same weight, so the sum of both is still one fp32 accumulation."""
     if precision == "w4a16":
         operand = reorder_activations(x, weight.k)
     else:

@@ -1,4 +1,4 @@
-"""4-bit weights times 16-bit operands: one Triton kernel for linear layers and for routed experts (Hopper and other GPUs).
+"""4-bit weights times 16-bit operands: one Triton kernel for linear layers and for routed experts (Hopper).
 
 The weights (layout: kernels_layout.py) are the M side of the tensor-core instruction and go from memory to registers to
 the MMA, never through shared memory after decoding; the few tokens of a decode step are the N side. A code times its
@@ -8,7 +8,7 @@ accumulation. Global scales (weight: per matrix, activation: per row) are applie
 The residual operand rides in the same MMA: its rows are extra token columns (x rows first, then r rows), so one decoded
 weight tile serves both, and the epilogue subtracts the second half.
 
-Legend: BN weight rows of a tile, BM tokens of a tile, MB = BM or 2 BM (with residual), CW = 32 * KSTEP words of a K step.
+Legend: BN weight rows of a tile, BM tokens of a tile, MB = BM or 2 BM (with residual), CW = 32 * KSTEP words a step.
 """
 
 import triton
@@ -174,7 +174,7 @@ def w4_gemm_kernel(
          "gather":  slots are sorted by expert; x row = rows[slot] // TOP_K; out[slot, :] = SwiGLU of the gate/up rows.
          "scatter": x row = slot; writes out[rows[slot], n].
     SPLIT > 1 ("dense"): each of SPLIT programs sums its share of K and writes fp32 to out[part]; see `sum_parts`.
-    rows[slot] >= n_rows marks a padding slot; expert[block] < 0 an unused block. SCALED: x_scale holds one fp32 factor a
+    rows[slot] >= n_rows marks a padding slot; expert[block] < 0 an unused block. SCALED: x_scale holds a fp32 factor a
     row. RESIDUAL: x and x_scale hold 2R rows, main then residual, R = the rows of main (n_rows / TOP_K, or the slots).
     """
     MB: tl.constexpr = 2 * BM if RESIDUAL else BM

@@ -6,16 +6,17 @@ Why not the checkpoint bytes as they are: a tile of them is 128 short strided pi
 shifts and shuffles. Measured on an H200 the layout below is worth 25 % at 64 tokens (w13 of a 128-expert layer).
 
   1. tiles      [E, NB, KB, 128 rows, 64 bytes]: what one program reads is contiguous; scales likewise, 8 bytes a row.
-  2. K order    inside 128 columns, k = 16 g + 4 i + j (g: scale block, i, j < 4) goes to word column 8 i + g, position j.
+  2. K order    inside 128 columns, k = 16 g + 4 i + j (g: scale block; i, j < 4) goes to word 8 i + g, position j.
                 A thread of the tensor-core fragment then owns whole scale blocks, so it loads one pair of scales.
                 Activations are stored in the matching order [j, i, g] (`activation_order`).
   3. bits       the four codes of a 16-bit word are spread so that each becomes a bfloat16 (sign, two exponent bits, one
                 mantissa bit) with one AND and at most two shifts (`CODE_BITS`).
   4. rows       for a gate/up pair, rows come in groups of 16: 8 gate rows, then the matching 8 up rows, so SwiGLU finds
-                both in one thread's registers; and in `activation_order` of the next matrix's K, so its output needs no shuffle.
+                both in one thread's registers; and in `activation_order` of the next matrix's K, so that its output
+                needs no shuffle.
 
-A scale byte 0x7F (NaN) is stored as 0xFF: the decoder turns bit 7 into an infinite scale, and 0 * inf is the NaN that the
-specification asks for. Padding rows and columns hold code 0 and scale 0.
+A scale byte 0x7F (NaN) is stored as 0xFF: the decoder turns bit 7 into an infinite scale, and 0 * inf is the NaN that
+the specification asks for. Padding rows and columns hold code 0 and scale 0.
 """
 
 import torch
@@ -102,7 +103,7 @@ def untile(words: Tensor, scales: Tensor, n: int, k: int, swiglu: bool = False) 
     pairs = torch.stack((codes & 0xFF, (codes >> 8) & 0xFF), dim=-1).to(torch.uint8).view(e, nb * TILE, kb * 64)
     scale = scales.permute(0, 1, 3, 2, 4).reshape(e, nb * TILE, kb * 8)
     order = row_order(n, swiglu, words.device)
-    position = torch.empty(order.numel() + n + 1, dtype=torch.int64, device=words.device)
+    position = torch.empty(max(order.numel(), n + 1), dtype=torch.int64, device=words.device)
     position[order] = torch.arange(order.numel(), device=words.device)
     rows = position[:n]
     block_scale = torch.where(scale == 0xFF, 0x7F, scale)[:, rows, : k // 16]

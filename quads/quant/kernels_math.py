@@ -1,4 +1,4 @@
-"""Device functions of the NVFP4 kernels: rounding, scales, packing, and choosing channels. Bit for bit the plain-torch spec.
+"""Device functions of the NVFP4 kernels: rounding, scales, packing, choosing channels. Bit for bit the torch spec.
 
 Everything is IEEE fp32, round to nearest even: division is tl.div_rn, and launches turn floating-point fusion off
 (`enable_fp_fusion=False`), so that `q * s - x` keeps both of its roundings. Rounding to E2M1 and E4M3 is done with
@@ -59,7 +59,7 @@ def e4m3_decode(byte):
 
 @triton.jit
 def pow2_scale(amax_bits):
-    """Bits of a finite amax >= 0 -> (g, 1/g), g = 2**ceil(log2(amax / 2688)), exponent at least -126; amax 0 gives 1."""
+    """Bits of a finite amax >= 0 -> (g, 1/g), g = 2**ceil(log2(amax / 2688)), exponent >= -126; amax 0 gives 1."""
     # 2688 = 1.3125 * 2**11: one binade more when the mantissa of amax exceeds 1.3125.
     exponent = (amax_bits >> 23) - 138 + tl.where((amax_bits & 0x7FFFFF) > 0x280000, 1, 0)
     exponent = tl.where(amax_bits == 0, 0, tl.maximum(exponent, -126))
@@ -70,7 +70,7 @@ def pow2_scale(amax_bits):
 
 @triton.jit
 def block_factors(vmax_bits, g, gs):
-    """Block max (bits of |x|) and global scale -> (scale byte int32, scale fp32, element factor); NaN blocks: byte 0x7F."""
+    """Block max (bits of |x|), global scale -> (scale byte int32, scale fp32, element factor); NaN blocks: 0x7F."""
     bad = vmax_bits >= INF_BITS
     vmax = tl.where(bad, 0, vmax_bits).to(tl.float32, bitcast=True)
     byte = e4m3_encode(tl.minimum(vmax * (gs * 0.16666667163372040), 448.0))

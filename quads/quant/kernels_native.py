@@ -1,4 +1,4 @@
-"""Native FP4 for Blackwell (sm_100): both operands stay 4-bit up to the tensor core, which applies the E4M3 block scales.
+"""Native FP4 for Blackwell (sm_100): both operands stay 4-bit up to the tensor core, which applies the block scales.
 
 `tl.dot_scaled` with E2M1 codes and E4M3 scales lowers to `tcgen05.mma ... kind::mxf4nvf4.block_scale`; this repository
 checks that by compiling, no Blackwell GPU has run it here. Global scales are applied to the fp32 sum. As in

@@ -95,7 +95,7 @@ def dequantize_kernel(packed_ptr, byte_ptr, g_ptr, out_ptr, blocks, NB: tl.const
 
 
 def _flat(w: Tensor) -> tuple[Tensor, int, int]:
-    """(w padded to whole blocks and contiguous, matrices E, elements of one matrix); leading dims beyond 2 are experts."""
+    """(w padded to whole blocks and contiguous, matrices E, elements of one); leading dims beyond 2 are experts."""
     if w.shape[-1] % 16:
         w = F.pad(w, (0, -w.shape[-1] % 16))
     w = w.contiguous()

@@ -60,9 +60,10 @@ def rows_kernel(
     (the row's own `keep` channels; written to mask_ptr [T, K] when CODES) or "none".
 
     CODES: packed codes [T, width/2] and scale bytes [T, width/16]. Otherwise bfloat16 values [T, width] in the GEMM's
-    order, rows stride_out apart; with FOLD times g (exact: a power of two), the residual negated. The residual is masked, except codes with WHOLE. scale_ptr: fp32 [2T], g of x, then g of R. With HAS_SLOTS, rows
-    whose slot entry is `slots_end` (padding of a routing map) are skipped. AFTER_ROUTE: the kernel before this one is the
-    routing map, which is not read here; it waited for the producer of x, so this one only waits at its end.
+    order, rows stride_out apart; with FOLD times g (exact: a power of two), the residual negated. The residual is
+    masked, except codes with WHOLE. scale_ptr: fp32 [2T], g of x, then g of R. With HAS_SLOTS, rows whose slot entry is
+    `slots_end` (padding of a routing map) are skipped. AFTER_ROUTE: the kernel before this one is the routing map,
+    which is not read here; it waited for the producer of x, so this one only waits at its end.
     """
     start_next(ASM)
     row = tl.program_id(0).to(tl.int64)
@@ -178,9 +179,11 @@ def quantize_activations(
 ) -> tuple[Operand, Tensor | None]:
     """Q_A of the rows of x (bf16 or fp32 [R, >= k], unit stride in K), and the compensating operand.
 
-    codes: packed NVFP4 (width = k rounded up to 16) instead of bfloat16 values (width = whole tiles of 128). whole: with codes, Q_A(R) is not masked. stored: x
-    is in the GEMM's order already. fold: bfloat16 values with g included, main and negated residual side by side
-    ([R, 2 width] in place of [2R, width]). slots: (int32 [R], end) of a routing map; rows at `end` or beyond are skipped.
+    codes: packed NVFP4 (width = k rounded up to 16) instead of bfloat16 values (width = whole tiles of 128).
+    whole: with codes, Q_A(R) is not masked.
+    stored: x is in the GEMM's order already.
+    fold: bfloat16 values with g included, main and negated residual side by side ([R, 2 width], not [2R, width]).
+    slots: (int32 [R], end) of a routing map; rows at `end` or beyond are skipped.
     Returns the operand and the channel mask, uint8 [k] or [R, k] (None without compensation, or if never written).
     """
     rows = x_RK.shape[0]

@@ -101,9 +101,9 @@ def operands(
 def tolerance(main: list[Tensor], w: Tensor) -> Tensor:
     """Bound of |fp32-accumulated - exact| before the bf16 rounding, [T, N].
 
-    Each product is exact in fp32. A sum of n terms in fp32, in any order, errs by at most (n - 1) u sum |terms|, u = 2**-24
-    for round to nearest; tensor cores truncate instead, u = 2**-23, and keep at least 23 bits inside an MMA. n <= 2 K.
-    Scaling by the two global scales and subtracting the halves add 3 u.
+    Each product is exact in fp32. A sum of n terms in fp32, in any order, errs by at most (n - 1) u sum |terms|, with
+    u = 2**-24 for round to nearest; tensor cores truncate instead, u = 2**-23, and keep at least 23 bits inside an
+    MMA. n <= 2 K. Scaling by the two global scales and subtracting the halves add 3 u.
     """
     terms = sum(part.abs() @ w.abs().T for part in main)
     return (2 * w.shape[-1] + 3) * 2.0**-23 * terms
@@ -168,7 +168,7 @@ def check_moe(
 ) -> None:
     """Expert layer against the plain loop.
 
-    The bf16 roundings inside (gate, up, h) may fall the other way after fp32 accumulation, and 4-bit codes of h may then
+    The bf16 roundings inside (gate, up, h) may fall the other way after fp32 accumulation, and codes of h may then
     flip, so the bound is relative to the size of the expert outputs: a flipped code moves one of `width` terms by up to
     a sixth of it; a few of them stay under 2 %. A wrong row, expert or gate is off by 100 %.
     """

@@ -88,5 +88,6 @@ def test_quantizers_divide_exactly_and_do_not_fuse(capability):
     for text in (rows, weights):
         assert "div.rn.f32" in text
         assert "div.full" not in text and "div.approx" not in text and "rcp.approx" not in text
-    # x = code * scale * g, then minus x: a subtraction of its own for each element (4 a thread, two at a time on sm_100), never a fused one
+    # x = code * scale * g, then minus x: a subtraction of its own for each of a thread's 4 elements (two at a time on
+    # sm_100), never a fused one
     assert len(re.findall(r"\bsub(?:\.rn)?\.f32", rows)) >= 2
