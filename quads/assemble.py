@@ -107,7 +107,7 @@ def build_parts(cfg: Config, world: Distributed, checkpoint: str = "") -> Parts 
     world.print(banner(spec, cfg.rollout.engine, cfg.rollout.kernel, device, dtype))
     processes_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     estimate = estimate_memory(
-        model_config, spec, cfg.rollout, cfg.rl, dtype, cfg.parallel, world.size, cfg.quant.all_gather
+        model_config, spec, cfg.rollout, cfg.rl, dtype, cfg.parallel, world.size, cfg.quant.all_gather, device.type
     )
     world.print(format_estimate(estimate))
     check_memory(estimate, device, processes_here)

@@ -80,9 +80,11 @@ def estimate_memory(
     parallel: ParallelSettings | None = None,
     num_processes: int = 1,
     all_gather: str = "bf16",
+    device_type: str = "cuda",
 ) -> MemoryEstimate:
     """The learner (fp32 master, gradients, two Adam moments, its quantized weights), what a forward and backward
-    need, the engine and its KV cache, for one of `num_processes` processes."""
+    need, the engine and its KV cache, for one of `num_processes` processes. On a CPU the engine keeps the values of
+    quantized weights in float64 as well, and in fp32 runs its keys and values."""
     parallel = parallel or ParallelSettings()
     shards = num_processes // parallel.replicate
     total, targeted = config.num_parameters()[0], targeted_parameters(config, spec.targets)
@@ -91,6 +93,10 @@ def estimate_memory(
     engine_weight = (
         per_weight["nvfp4"] if spec.rollout.startswith("w4") else per_weight[spec.rollout.replace("w16a4", "bf16")]
     )
+    cached = compute
+    if device_type == "cpu":
+        engine_weight += 8.0 * (spec.rollout != "bf16")
+        cached = 8 if dtype == torch.float32 else compute
     learner_copy = 0.0 if spec.learner_weights == "bf16" else per_weight[spec.learner_weights]
     tokens = rl.microbatch_tokens
     slot_length = rollout.max_prompt_tokens + rollout.max_new_tokens
@@ -105,8 +111,10 @@ def estimate_memory(
         "activations": float(tokens * compute * activation_elements(config, parallel.activation_checkpointing)),
         "logits": float(min(LOGITS_CHUNK, tokens) * config.vocab_size * LOGITS_BYTES),
         "engine weights": engine_weight * targeted + compute * (total - targeted),
-        "KV cache": float(kv_cache_bytes(config, rollout.max_batch, slot_length, compute)),
+        "KV cache": float(kv_cache_bytes(config, rollout.max_batch, slot_length, cached)),
     }
+    if rl.kl_coef > 0:
+        sizes["reference model"] = (4.0 * total + learner_copy * targeted) / shards
     return MemoryEstimate({name: size / GIB for name, size in sizes.items()})
 
 
