@@ -5,6 +5,7 @@ import torch
 from quads.quant.linear import SiteSpec
 from quads.quant.tensor import NVFP4Tensor
 from quads.rollout.sync import checksum
+from quads.rollout.vllm_linear import PackedLinear
 from quads.rollout.vllm_site import ReferenceSite
 from quads.rollout.vllm_store import Part
 from quads.rollout.vllm_triton import TritonSite
@@ -46,6 +47,32 @@ def check_linear(precision: str, generator: torch.Generator) -> None:
     assert (meta.shape, meta.dtype) == ((7, 112), torch.bfloat16)
 
 
+class Layer(torch.nn.Module):
+    """A packed linear layer as vLLM's model holds it."""
+
+    def __init__(self, site: TritonSite) -> None:
+        super().__init__()
+        self.quads_site = site
+        for suffix, param in site.parameters().items():
+            self.register_parameter("weight" + suffix, param)
+        self.register_buffer("quads_live", MASK, persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return PackedLinear(None, self.quads_site.spec).apply(self, x) + 1  # type: ignore[arg-type]
+
+
+def check_trace(generator: torch.Generator) -> None:
+    """Dynamo takes the layer whole, with a symbolic number of tokens, and the graph sees a later load."""
+    site, _ = pair("w4a4_residual", (48, HIDDEN), {"whole": Part(0, 0, 48, HIDDEN)})
+    layer = Layer(site)
+    compiled = torch.compile(layer, backend="eager", fullgraph=True, dynamic=True)
+    for tokens in (3, 5, 6):
+        site.loader.add("whole", torch.randn(48, HIDDEN, generator=generator))
+        x = torch.randn(tokens, HIDDEN, generator=generator).bfloat16()
+        assert_bitwise(compiled(x), layer(x))
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+
+
 def check_experts(precision: str, generator: torch.Generator) -> None:
     """Experts that arrive one by one, gates and ups apart, against all of them in one packed tensor."""
     gate = Part(0, 0, WIDTH, HIDDEN)
@@ -82,4 +109,5 @@ if __name__ == "__main__":
         generator = torch.Generator().manual_seed(0)
         check_linear(precision, generator)
         check_experts(precision, generator)
+    check_trace(torch.Generator().manual_seed(0))
     print("sites agree")
