@@ -6,6 +6,9 @@ CASE is RECIPE:SEQUENCES:CHECKPOINTING:eager|compile[:GATHER], SEQUENCES of 4096
 for example quads:8:full:compile. Each case runs in processes of its own (torchrun with N > 1: FSDP2 and expert
 parallelism over all GPUs, GATHER bf16 or packed). Without cases: bf16 beside quads in three settings.
 
+Each case also prints the loss and gradient norm of its first update: cases with the same total of sequences agree to
+bf16 rounding, whatever the number of GPUs, gathers, checkpointing and compilation.
+
 FLOPs a token: 6 * active parameters without the input embedding, plus 6 * layers * heads * head_dim * length for causal
 attention; recomputation is not counted. MFU is against 989 TFLOP/s (dense bf16 of an H200's data sheet) and beside it
 against 789, what a large matmul reaches there.
@@ -93,6 +96,7 @@ def measure(case: str, layers: int, steps: int, profile: bool) -> None:
         learner = build_learner(config, spec, parallel, world, all_gather)
         microbatches, denominator = make_batch(config, int(sequences), world)
         microbatches = learner.add_fixed_logprobs(microbatches)
+        first = learner.update(microbatches, denominator)
         times = [seconds(lambda: learner.update(microbatches, denominator)) for _ in range(WARM_UP + steps)]
         step_s = statistics.median(times[WARM_UP:])
         requantize_s = statistics.median(seconds(lambda: requantize(learner.model)) for _ in range(3))
@@ -104,6 +108,7 @@ def measure(case: str, layers: int, steps: int, profile: bool) -> None:
         peak = torch.cuda.max_memory_allocated() / GIB
         if world.is_main:
             report(case, config, spec, parallel, world, int(sequences), all_gather, step_s, requantize_s, peak)
+            print(json.dumps({"case": case, "first_loss": first.loss, "first_grad_norm": first.grad_norm}))
 
 
 def build_learner(
@@ -122,9 +127,9 @@ def build_learner(
 
 def make_batch(config: ModelConfig, sequences: int, world: Distributed) -> tuple[list[Microbatch], float]:
     """Random tokens; a prompt of one token, so that all others have logits and loss, as in pretraining."""
-    generator = torch.Generator().manual_seed(world.rank)
     samples = []
-    for i in range(sequences):
+    for i in range(world.rank * sequences, (world.rank + 1) * sequences):
+        generator = torch.Generator().manual_seed(i)  # one GPU with 8 sequences sees what two see with 4 each
         first, *rest = torch.randint(config.vocab_size, (LENGTH,), generator=generator).tolist()
         samples.append(Sample([first], Completion(rest, [-12.0] * len(rest), "stop", 0), (-1.0) ** i))
     microbatches, denominator = pack(samples, sequences * LENGTH, "token")
