@@ -207,8 +207,8 @@ CASES = {
         {"rollout__max_batch": 10**9},
     ),
     "too little memory for the model": Case(
-        "the run needs about ... largest: Adam moments",
-        {"model__tokenizer": "{world}/model"},
+        "the run needs about ... largest: activations ..., engine weights ..., Adam moments ... use more processes",
+        {"model__tokenizer": "{world}/model", "rl__microbatch_tokens": 10**7},  # no machine has so much
         in_config("path = ", 'arch = "qwen3_30b_a3b" # '),
     ),
     "no GPU": Case("device = 'cuda' but torch sees no GPU", {"train__device": "cuda"}),
