@@ -91,6 +91,7 @@ class VLLMEngine:
             "max_model_len": self._max_tokens,
             "max_num_seqs": rollout.max_batch,
             "kv_cache_memory_bytes": kv_cache_bytes(model_config, rollout, dtype),
+            "gpu_memory_utilization": 0.01,  # the size above decides; this share must be free beside the learner
             "disable_log_stats": True,
             "enforce_eager": device.type == "cpu" or not rollout.cuda_graphs,
             "enable_sleep_mode": device.type == "cuda",

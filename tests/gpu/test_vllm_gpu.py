@@ -186,6 +186,7 @@ def test_exports_load_in_stock_vllm(kind: str, tmp_path: Path) -> None:
         max_num_seqs=16,
         enforce_eager=True,
         kv_cache_memory_bytes=1 << 30,
+        gpu_memory_utilization=0.01,
         disable_log_stats=True,
     )
     try:
