@@ -84,7 +84,7 @@ def train_step(
         seeds = parts.request_seeds(f"rollout/{step}", share, rl.group_size)
         sampling = parts.sampling(cfg.rollout.temperature)
         prompts = [e.prompt_ids for e in examples]
-        groups = parts.engine.generate(prompts, rl.group_size, sampling, seeds, routed_experts=rl.routing_replay)
+        groups = parts.engine.generate(prompts, rl.group_size, sampling, seeds, routed_experts=cfg.wants_routes)
         parts.engine.sleep()  # its memory is the learner's until the sync
         world.barrier()
 

@@ -220,7 +220,7 @@ def build_engine(
         return NativeEngine(model_config, spec, cfg.rollout, dtype, device)
     from quads.rollout.vllm_engine import VLLMEngine
 
-    return VLLMEngine(model_config, spec, cfg.rollout, dtype, device, routed_experts=cfg.rl.routing_replay)
+    return VLLMEngine(model_config, spec, cfg.rollout, dtype, device, routed_experts=cfg.wants_routes)
 
 
 def request_seeds(seed: int, purpose: str, count: int) -> list[int]:

@@ -55,6 +55,11 @@ class Config:
     dry_run: bool = False  # --dry-run: check everything, print the plan, stop. Not a TOML key.
     path: str = field(default="", compare=False)  # the file of --config, for messages
 
+    @property
+    def wants_routes(self) -> bool:
+        """Whether engines return their expert choices: 2 bytes a token, layer and choice."""
+        return self.rl.routing_replay or self.log.router_agreement
+
 
 SECTIONS: dict[str, type] = {
     f.name: f.default_factory  # type: ignore[misc]  # a section's default factory is its class

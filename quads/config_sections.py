@@ -242,6 +242,9 @@ class LogSettings:
 
     samples_every: int = key(10, "write some responses to samples.jsonl every so many steps; 0: never", low=0)
     samples: int = key(4, "prompts written each time, all their responses with them", low=1)
+    router_agreement: bool = key(
+        False, "log how many of the rollout's expert choices the learner repeats; always with rl.routing_replay"
+    )
     tensorboard: bool = key(True, "write TensorBoard events to <out>/tb")
     wandb_project: str = key("", "also log to this Weights & Biases project (needs the package wandb)")
 

@@ -51,7 +51,8 @@ class Context(Protocol):
 
 
 def routing(ctx: Context) -> Tensor:
-    """The expert ids recorded by a forward pass with `record_routing`, int16 [T, L, A]."""
+    """The expert ids recorded by a forward pass with `record_routing`, int16 [T, L, A]: the routers' own choice, also
+    where another one was replayed."""
     return torch.stack([ctx.recorded[layer] for layer in sorted(ctx.recorded)], dim=1).to(torch.int16)
 
 

@@ -105,9 +105,10 @@ class DecoderLayer(nn.Module):
     def forward(self, h_TH: Tensor, rope: tuple[Tensor, Tensor], ctx: Context) -> Tensor:
         h_TH = h_TH + self.self_attn(self.input_layernorm(h_TH), rope, ctx, self.layer)
         replay_TA = None if ctx.routed_experts is None else ctx.routed_experts[:, self.layer]
-        y_TH, ids_TA = self.mlp(self.post_attention_layernorm(h_TH), ctx.live, replay_TA)
+        x_TH = self.post_attention_layernorm(h_TH)
+        y_TH, ids_TA = self.mlp(x_TH, ctx.live, replay_TA)
         if ctx.record_routing:
-            ctx.recorded[self.layer] = ids_TA
+            ctx.recorded[self.layer] = ids_TA if replay_TA is None else self.mlp.gate.own_choice(x_TH)
         return h_TH + y_TH
 
 

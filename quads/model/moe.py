@@ -52,6 +52,11 @@ class Router(nn.Module):
             gates_TA = gates_TA / gates_TA.sum(dim=-1, keepdim=True)
         return ids_TA, gates_TA.to(x_TH.dtype)
 
+    @torch.no_grad()
+    def own_choice(self, x_TH: Tensor) -> Tensor:
+        """The expert ids int64 [T, A] that it would take without a replay."""
+        return self(x_TH)[0]
+
 
 @dataclass
 class Grouping:

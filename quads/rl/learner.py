@@ -22,7 +22,7 @@ from quads.quant.learner import convert_learner
 from quads.quant.recipes import QuantSpec
 from quads.quant.sharded import requantize
 from quads.rl.loss import LossConfig, grpo_loss
-from quads.rl.mismatch import mismatch_metrics
+from quads.rl.mismatch import mismatch_metrics, routing_agreement
 from quads.rl.optimizer import build_adamw, clip_gradients, learning_rate, set_learning_rate
 from quads.rl.packing import Microbatch
 
@@ -46,6 +46,8 @@ class UpdateStats:
     learner_logprobs_N: Tensor  # of all response tokens, at the weights before the update
     rollout_logprobs_N: Tensor
     finite_N: Tensor
+    routes_repeated: int  # expert choices of the rollout that the learner's routers repeat
+    routes: int  # and all of them; 0 where the engine did not return any
 
 
 class Learner:
@@ -95,14 +97,18 @@ class Learner:
     def device(self) -> torch.device:
         return next(self.model.parameters()).device
 
-    def forward_logprobs(self, model: MoEDecoder, batch: Microbatch) -> tuple[Tensor, Tensor]:
-        """(log-probs, entropies) of the response tokens, fp32 [N]."""
+    def forward_logprobs(
+        self, model: MoEDecoder, batch: Microbatch, record_routing: bool = False
+    ) -> tuple[Tensor, Tensor, dict[int, Tensor]]:
+        """(log-probs, entropies) of the response tokens, fp32 [N], and the routers' own choices by layer if recorded."""
         context = PackedContext.build(list(batch.lengths), self.device)
-        context.routed_experts = batch.routed_experts_TLA
+        context.routed_experts = batch.routed_experts_TLA if self.rl.routing_replay else None
+        context.record_routing = record_routing
         hidden_TH = model(batch.tokens_T, context)
-        return token_logprobs(
+        logprobs_N, entropy_N = token_logprobs(
             hidden_TH[batch.predict_N], model.output_weight(), batch.targets_N, self.temperature, LOGITS_CHUNK
         )
+        return logprobs_N, entropy_N, context.recorded
 
     @torch.no_grad()
     def add_fixed_logprobs(self, microbatches: Sequence[Microbatch]) -> list[Microbatch]:
@@ -127,10 +133,11 @@ class Learner:
         """
         self.optimizer.zero_grad(set_to_none=True)
         denominator = max(denominator, 1.0)
-        loss_sum, tokens, clipped, entropy_sum, entropy_tokens = 0.0, 0.0, 0.0, 0.0, 0.0
+        loss_sum, tokens, clipped, entropy_sum, entropy_tokens, repeated, routes = 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0
         learner, rollout, finite = [], [], []
         for batch in microbatches:
-            logprobs_N, entropy_N = self.forward_logprobs(self.model, batch)
+            recording = batch.routed_experts_TLA is not None
+            logprobs_N, entropy_N, recorded = self.forward_logprobs(self.model, batch, recording)
             loss, batch_sums = grpo_loss(logprobs_N, batch, self.loss_config, denominator)
             loss.backward()
             loss_sum += float(loss.detach())
@@ -138,13 +145,17 @@ class Learner:
             clipped += float(batch_sums["clipped"])
             entropy_sum += float(entropy_N.detach().sum())
             entropy_tokens += len(entropy_N)
+            if batch.routed_experts_TLA is not None:
+                same, total = routing_agreement(recorded, batch.routed_experts_TLA)
+                repeated, routes = repeated + float(same), routes + float(total)
             learner.append(logprobs_N.detach())
             rollout.append(batch.rollout_logprobs_N)
             finite.append(batch.finite_N)
-        sums = torch.tensor([loss_sum, tokens, clipped, entropy_sum, entropy_tokens], dtype=torch.float64)
+        counted = [loss_sum, tokens, clipped, entropy_sum, entropy_tokens, repeated, routes]
         if self.world is not None:
-            sums = self.world.all_reduce(sums.to(self.world.device))
-        loss_sum, tokens, clipped, entropy_sum, entropy_tokens = sums.tolist()
+            sums = torch.tensor(counted, dtype=torch.float64, device=self.world.device)
+            counted = self.world.all_reduce(sums).tolist()
+        loss_sum, tokens, clipped, entropy_sum, entropy_tokens, repeated, routes = counted
         norm = float(clip_gradients(self.model.parameters(), self.optim.max_grad_norm, self.world))
         lr = learning_rate(self.updates, self.optim.lr, self.warmup_updates, self.total_updates, self.optim.schedule)
         skipped = not (math.isfinite(loss_sum) and math.isfinite(norm))
@@ -161,6 +172,8 @@ class Learner:
             learner_logprobs_N=torch.cat(learner),
             rollout_logprobs_N=torch.cat(rollout),
             finite_N=torch.cat(finite),
+            routes_repeated=int(repeated),
+            routes=int(routes),
         )
 
     def _apply(self, lr: float, skipped: bool) -> None:
@@ -200,6 +213,8 @@ def merge_updates(updates: Sequence[UpdateStats], world: Distributed | None = No
     logprobs = (first.learner_logprobs_N.cpu(), first.rollout_logprobs_N.cpu(), first.finite_N.cpu())
     by_rank = [logprobs] if world is None else world.gather_objects(logprobs)
     metrics = mismatch_metrics(*(torch.cat(parts) for parts in zip(*by_rank, strict=True)))
+    if first.routes:
+        metrics["mismatch/router_agreement"] = first.routes_repeated / first.routes
     metrics["policy/ratio_clip_frac"] = sum(u.clipped for u in updates) / tokens
     metrics["policy/entropy"] = sum(u.entropy_sum for u in updates) / max(sum(u.entropy_tokens for u in updates), 1)
     metrics["train/loss"] = sum(u.loss for u in updates) / len(updates)

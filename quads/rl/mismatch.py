@@ -38,6 +38,23 @@ def mismatch_metrics(learner_logprobs_N: Tensor, rollout_logprobs_N: Tensor, fin
     }
 
 
+def routing_agreement(recorded: dict[int, Tensor], routed_experts_TLA: Tensor) -> tuple[Tensor, Tensor]:
+    """How many of the rollout's expert choices the learner's routers repeat, and how many there are (0-dim int64).
+
+    Args:
+        recorded: layer -> the routers' own choice, int64 [T, A] (`PackedContext.recorded`).
+        routed_experts_TLA: the rollout's; rows with negative ids were not recorded and do not count.
+    """
+    same = routed_experts_TLA.new_zeros((), dtype=torch.int64)
+    total = torch.zeros_like(same)
+    for layer, own_TA in recorded.items():
+        theirs_TA = routed_experts_TLA[:, layer]
+        repeated_TA = (theirs_TA[:, :, None] == own_TA[:, None, :]).any(-1)
+        same += repeated_TA.sum()  # own ids are never negative
+        total += (theirs_TA >= 0).sum()
+    return same, total
+
+
 def percentile(values: Tensor, fraction: float) -> float:
     """The smallest value with at least `fraction` of all values at or below it (torch.quantile stops at 2**24)."""
     rank = min(max(int(-(-fraction * values.numel() // 1)), 1), values.numel())

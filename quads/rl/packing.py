@@ -135,10 +135,10 @@ def _pack_group(samples: Sequence[Sample], loss_average: Literal["sample", "toke
 
 
 def _pack_routes(samples: Sequence[Sample]) -> Tensor | None:
-    """Expert choices for all T positions. The last token of a sequence was never fed to the engine, so it has none;
-    it predicts nothing either, and repeats the row before it."""
+    """Expert choices for all T positions. The last token of a sequence was never fed to the engine, so it has none: -1,
+    the learner chooses for itself. It predicts nothing either."""
     routes = [s.completion.routed_experts for s in samples]
     if any(r is None for r in routes):
         return None
-    rows = [torch.cat([r, r[-1:]]).long() for r in routes if r is not None]
+    rows = [torch.cat([r, r.new_full((1, *r.shape[1:]), -1)]).long() for r in routes if r is not None]
     return torch.cat(rows)

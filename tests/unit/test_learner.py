@@ -135,6 +135,41 @@ def test_kl_pulls_back_to_the_reference():
     assert losses[-1] < 0.5 * losses[0]
 
 
+def with_routes(samples, ids_of_layer):
+    """Every token of the engine went to these experts, two in each of the two layers."""
+    routed = []
+    for s in samples:
+        rows = torch.tensor(ids_of_layer, dtype=torch.int16).expand(s.num_tokens - 1, 2, 2)
+        c = s.completion
+        made = Completion(c.token_ids, c.logprobs, c.finish_reason, 0, routed_experts=rows)
+        routed.append(Sample(s.prompt_ids, made, s.advantage))
+    return routed
+
+
+def test_router_agreement_is_logged_with_and_without_replay():
+    own = make_learner()
+    samples = make_samples()
+    (mb,), _ = pack(samples, 10_000, "sample")
+    recorded = own.forward_logprobs(own.model, mb, record_routing=True)[2]
+    last_T = torch.tensor(mb.lengths).cumsum(0) - 1  # not among the engine's choices
+    counted_T = torch.ones(len(mb.tokens_T), dtype=torch.bool).index_fill(0, last_T, False)
+    experts = torch.tensor([[0, 1], [1, 2]])
+    expected = torch.stack([torch.isin(recorded[layer][counted_T], experts[layer]).float() for layer in (0, 1)]).mean()
+    packed = pack(with_routes(samples, experts.tolist()), 10_000, "sample")
+    losses = []
+    for replay in (False, True):
+        learner = make_learner(rl=RLSettings(routing_replay=replay))
+        stats = learner.update(learner.add_fixed_logprobs(packed[0]), packed[1])
+        assert stats.routes == 2 * 2 * int(counted_T.sum())
+        agreement = merge_updates([stats])["mismatch/router_agreement"]
+        if not replay:  # replayed experts change what later layers see, and so choose
+            assert agreement == pytest.approx(float(expected))
+        assert 0 < agreement < 1
+        losses.append(stats.loss)
+    assert losses[0] != losses[1]
+    assert "mismatch/router_agreement" not in merge_updates([own.update(*[own.add_fixed_logprobs([mb]), 1.0])])
+
+
 def test_schedules_by_hand():
     assert [learning_rate(i, 1.0, 4, 10, "constant") for i in (0, 3, 4, 9)] == [0.25, 1.0, 1.0, 1.0]
     assert learning_rate(7, 2.0, 4, 10, "linear") == 1.0

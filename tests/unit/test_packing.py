@@ -50,6 +50,7 @@ def test_routes_cover_every_token():
     (mb,), _ = pack([sample([1, 2, 3], [4, 5], routed=routed)], 100, "sample")
     assert mb.routed_experts_TLA is not None and mb.routed_experts_TLA.shape == (5, 2, 1)
     assert (mb.routed_experts_TLA[:4] == routed).all()
+    assert (mb.routed_experts_TLA[4] == -1).all()  # the last token was never fed to the engine
     (mb,), _ = pack([sample([1, 2, 3], [4, 5])], 100, "sample")
     assert mb.routed_experts_TLA is None
 
