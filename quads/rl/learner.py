@@ -100,7 +100,7 @@ class Learner:
     def forward_logprobs(
         self, model: MoEDecoder, batch: Microbatch, record_routing: bool = False
     ) -> tuple[Tensor, Tensor, dict[int, Tensor]]:
-        """(log-probs, entropies) of the response tokens, fp32 [N], and the routers' own choices by layer if recorded."""
+        """(log-probs, entropies) of the response tokens, fp32 [N]; the routers' own choices by layer, if recorded."""
         context = PackedContext.build(list(batch.lengths), self.device)
         context.routed_experts = batch.routed_experts_TLA if self.rl.routing_replay else None
         context.record_routing = record_routing
