@@ -59,8 +59,8 @@ def choose(device: torch.device | str, precision: str, path: str = "auto") -> tu
             f"{name} (sm_{major}{minor}) has no native FP4 path for {precision}; choose decoded or reference"
         )
     if native and path != "decoded":
-        return "native_fp4", f"{name} has FP4 tensor cores"
-    why = "16-bit activations" if precision == "w4a16" else "no FP4 tensor cores" if major != 10 else "asked for"
+        return "native_fp4", f"{name} has FP4 tensor cores (tcgen05)"
+    why = "16-bit activations" if precision == "w4a16" else "no tcgen05 FP4" if major != 10 else "asked for"
     return "decoded", f"{name}: {why}; codes are decoded to bfloat16 in registers"
 
 

@@ -3,10 +3,8 @@
 import torch
 from torch import Tensor
 
-from quads.quant.kernels_layout import TILE, padded, row_order, tile, untile
-
-LOAD_EXPERTS = 16
-"""Experts converted at a time: bounds the temporary memory of `load_`."""
+from quads.quant.kernels_layout import TILE, padded, row_order, untile
+from quads.quant.kernels_repack import repack
 
 
 class KernelWeight:
@@ -36,7 +34,8 @@ class KernelWeight:
             words = (self.experts, self.n, self.k // 2)
             scales = (self.experts, self.n, self.k // 16)
         else:
-            rows = row_order(self.n, swiglu).numel()
+            self.order = row_order(self.n, swiglu, device).to(torch.int32)
+            rows = self.order.numel()
             words = (self.experts, rows // TILE, padded(self.k) // TILE, TILE, 32)
             scales = (*words[:3], TILE, 8)
         dtype = torch.uint8 if path == "native_fp4" else torch.int16
@@ -69,16 +68,12 @@ class KernelWeight:
             raise ValueError(f"packed has shape {tuple(packed.shape)}, this weight takes {want}")
         packed = packed.view(self.experts, self.n, self.k // 2)
         block_scale = block_scale.view(torch.uint8).reshape(self.experts, self.n, self.k // 16)
-        for start in range(0, self.experts, LOAD_EXPERTS):
-            part = slice(start, start + LOAD_EXPERTS)
-            if self.path == "native_fp4":
-                rows = self._pairs() if self.swiglu else slice(None)
-                self.words[part] = packed[part][:, rows]
-                self.scales[part] = block_scale[part][:, rows]
-            else:
-                words, scales = tile(packed[part], block_scale[part], self.swiglu)
-                self.words[part] = words
-                self.scales[part] = scales
+        if self.path == "native_fp4":
+            rows = self._pairs() if self.swiglu else slice(None)
+            self.words.copy_(packed[:, rows])
+            self.scales.copy_(block_scale[:, rows])
+        else:
+            repack(packed, block_scale, self.order, self.words, self.scales)
         self.g.copy_(g.reshape(-1).expand(self.experts))
         return self
 

@@ -15,6 +15,7 @@ if INTERPRETED:
 
     from quads.errors import UserError
     from quads.quant import kernels, nvfp4, residual
+    from quads.quant.kernels_layout import tile
     from quads.quant.kernels_moe import max_blocks, route
     from quads.quant.kernels_select import select
     from quads.quant.kernels_tune import ShapeClass, Tile
@@ -86,6 +87,25 @@ if INTERPRETED:
         weight = kernels.KernelWeight.from_packed(*nvfp4.quantize(w))
         y = kernels.linear(torch.randn(5, 64).bfloat16(), weight, "w4a16")
         assert y[:, 3].isnan().all() and not torch.cat((y[:, :3], y[:, 4:]), 1).isnan().any()
+
+    @pytest.mark.parametrize(("shape", "swiglu"), [((3, 300, 144), False), ((2, 96, 48), True), ((1, 32, 272), True)])
+    def test_weight_layout_and_its_inverse(shape, swiglu):
+        """Every byte value, NaN scales and padding; the kernel that writes equals the layout's definition."""
+        packed = torch.randint(0, 256, (*shape[:2], shape[2] // 2), dtype=torch.uint8)
+        scale = torch.randint(0, 128, (*shape[:2], shape[2] // 16), dtype=torch.uint8).view(torch.float8_e4m3fn)
+        g = torch.rand(shape[0])
+        weight = kernels.KernelWeight.from_packed(packed, scale, g, swiglu=swiglu)
+        words, scales = tile(packed, scale, swiglu)
+        assert torch.equal(weight.words, words) and torch.equal(weight.scales, scales)
+        address = weight.words.data_ptr()
+        weight.load_(packed ^ 0xFF, scale, g)
+        weight.load_(packed, scale, g)
+        back = weight.to_packed()
+        assert weight.words.data_ptr() == address
+        assert torch.equal(back[0], packed) and torch.equal(back[1].view(torch.uint8), scale.view(torch.uint8))
+        assert torch.equal(back[2], g)
+        native = kernels.KernelWeight.from_packed(packed, scale, g, swiglu=swiglu, path="native_fp4").to_packed()
+        assert torch.equal(native[0], packed) and torch.equal(native[1].view(torch.uint8), scale.view(torch.uint8))
 
     def test_routing_map():
         ids = torch.tensor([[2, 0], [2, 3], [-1, 2], [7, 2], [0, 2]])
