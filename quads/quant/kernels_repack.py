@@ -40,8 +40,11 @@ def repack_kernel(packed_ptr, byte_ptr, order_ptr, words_ptr, scales_ptr, N, K, 
 
 
 def repack(packed: Tensor, block_scale: Tensor, order: Tensor, words: Tensor, scales: Tensor) -> None:
-    """`kernels_layout.tile` into existing tensors: packed uint8 [E, N, K/2], block_scale uint8 [E, N, K/16], order int32
-    `row_order`; words int16 [E, NB, KB, 128, 32], scales uint8 [E, NB, KB, 128, 8]."""
+    """`kernels_layout.tile` into existing tensors.
+
+    packed: uint8 [E, N, K/2]; block_scale: uint8 [E, N, K/16]; order: int32 `row_order`. Written: words int16
+    [E, NB, KB, 128, 32], scales uint8 [E, NB, KB, 128, 8].
+    """
     experts, n, half_k = packed.shape
     nb, kb = order.numel() // TILE, padded(2 * half_k) // TILE
     repack_kernel[(experts * nb * kb,)](
