@@ -9,6 +9,7 @@ import json
 import math
 import os
 import platform
+import re
 import shlex
 import sys
 from collections.abc import Sequence
@@ -63,6 +64,8 @@ def write_result(out: Path, name: str, about: dict[str, Any], data: dict[str, An
     out.mkdir(parents=True, exist_ok=True)
     path = out / f"{name}.json"
     text = json.dumps(_rounded({"about": about, **data}), indent=1, ensure_ascii=False, allow_nan=False)
+    # A list of plain values on one line: a heat map would fill thousands.
+    text = re.sub(r"\[\n\s+([^\[\]{}]*?)\n\s+\]", lambda m: "[" + re.sub(r",\n\s+", ", ", m[1]) + "]", text)
     temporary = path.with_suffix(".tmp")
     temporary.write_text(text + "\n", encoding="utf-8")
     os.replace(temporary, path)
