@@ -49,7 +49,9 @@ def make_vllm(spec: QuantSpec, **options: Any) -> Any:
     """A VLLMEngine without weights. Imported late: vLLM is an extra."""
     from quads.rollout.vllm_engine import VLLMEngine
 
-    return VLLMEngine(CONFIG, spec, SETTINGS, torch.float32, CPU, llm_options={"block_size": 32, **options})
+    return VLLMEngine(
+        CONFIG, spec, SETTINGS, torch.float32, CPU, report=lambda text: None, llm_options={"block_size": 32, **options}
+    )
 
 
 def make_native(learner: MoEDecoder, spec: QuantSpec) -> NativeEngine:

@@ -19,7 +19,7 @@ over its ranks, generating is not.
 
 import os
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -53,15 +53,17 @@ class VLLMEngine:
         device: torch.device,
         *,
         routed_experts: bool = False,
+        report: Callable[[str], Any] = print,
         llm_options: dict[str, Any] | None = None,
     ) -> None:
         """
         Args:
-            spec: `spec.rollout` is the precision; fp8 is refused (vLLM's own online fp8 is another method). rollout:
-            max_batch sequences at once, up to max_prompt_tokens + max_new_tokens long. dtype: of activations, KV
-            cache and everything that is not 4-bit. routed_experts: make `generate(..., routed_experts=True)` possible
-            (GPU only; costs a copy a layer and step). llm_options: further arguments of `vllm.LLM`, e.g.
-            {"block_size": 32}; they win over what is chosen here.
+            spec: `spec.rollout` is the precision; fp8 is refused (vLLM's own online fp8 is another method).
+            rollout: max_batch sequences at once, up to max_prompt_tokens + max_new_tokens long.
+            dtype: of activations, KV cache and everything that is not 4-bit.
+            routed_experts: make `generate(..., routed_experts=True)` possible (GPU only; a copy a layer and step).
+            report: takes the banner of the process of rank 0.
+            llm_options: further arguments of `vllm.LLM`, e.g. {"block_size": 32}; they win over what is chosen here.
 
         Raises:
             UserError: for a model or precision that this engine cannot serve.
@@ -109,6 +111,8 @@ class VLLMEngine:
             self._llm = LLM(**arguments | (llm_options or {}))
         self._quant = self._on_model(lambda model: model.quant_config)
         self._on_model(lambda model: track_plain_parameters(model, self._quant.ledger))
+        if os.environ.get("RANK", "0") == "0":
+            report(self.banner())
 
     def _on_model(self, function: Any) -> Any:
         """`function(the nn.Module that vLLM runs)`; in process, so nothing is pickled."""
