@@ -115,7 +115,7 @@ def train_step(
     truncated_PG = torch.tensor([[c.finish_reason == "length" for c in group] for group in groups])
     num_packed = rl.epochs * sum(len(mb.tokens_T) for minibatch, _ in minibatches for mb in minibatch)
     by_rank = world.gather_objects((rewards_PG, lengths_PG, truncated_PG, zero_spread_P))
-    rewards_PG, lengths_PG, truncated_PG, zero_spread_P = (torch.cat(parts) for parts in zip(*by_rank, strict=True))
+    rewards_PG, lengths_PG, truncated_PG, zero_spread_P = (torch.cat(pieces) for pieces in zip(*by_rank, strict=True))
     metrics = {
         "reward/mean": float(rewards_PG.mean()),
         "reward/std": float(rewards_PG.std()),
@@ -124,6 +124,7 @@ def train_step(
         "group/zero_std_frac": float(zero_spread_P.float().mean()),
         **merge_updates(updates, world),
         "policy/version": step,
+        "memory/estimate_gib": parts.estimate.total,
         "rollout/tokens_per_s": float(lengths_PG.sum()) / log.seconds("rollout"),
         "learn/tokens_per_s": sum(world.gather_objects(num_packed)) / log.seconds("learn"),
     }

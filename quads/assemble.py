@@ -15,7 +15,7 @@ from quads.checkpoint import find_checkpoint, load_model_weights
 from quads.config import Config
 from quads.distributed import Distributed, derive_seed
 from quads.errors import UserError
-from quads.memory import check_memory, estimate_memory, format_estimate
+from quads.memory import MemoryEstimate, check_memory, estimate_memory, format_estimate
 from quads.model.config import ARCHITECTURES, ModelConfig, load_config
 from quads.model.hf import HFCheckpoint, load_hf
 from quads.model.model import MoEDecoder
@@ -50,6 +50,7 @@ class Parts:
     engine: Engine
     rewards: RewardPool
     world: Distributed
+    estimate: MemoryEstimate
 
     def pack(self, samples: list[Sample]) -> tuple[list[Microbatch], float]:
         """Micro-batches for this process, from the samples of one mini-batch that all processes rolled out."""
@@ -107,7 +108,16 @@ def build_parts(cfg: Config, world: Distributed, checkpoint: str = "") -> Parts 
     world.print(banner(spec, cfg.rollout.engine, cfg.rollout.kernel, device, dtype))
     processes_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     estimate = estimate_memory(
-        model_config, spec, cfg.rollout, cfg.rl, dtype, cfg.parallel, world.size, cfg.quant.all_gather, device.type
+        model_config,
+        spec,
+        cfg.rollout,
+        cfg.rl,
+        dtype,
+        cfg.parallel,
+        world.size,
+        cfg.quant.all_gather,
+        device.type,
+        cfg.optim.moments,
     )
     world.print(format_estimate(estimate))
     check_memory(estimate, device, processes_here)
@@ -140,7 +150,7 @@ def build_parts(cfg: Config, world: Distributed, checkpoint: str = "") -> Parts 
     engine = build_engine(cfg, model_config, spec, dtype, device)
     judges = cfg.reward.workers or max(1, (os.cpu_count() or 1) // processes_here)
     rewards = RewardPool(replace(cfg.reward, workers=judges))
-    parts = Parts(cfg, model_config, spec, tokenizer, task, learner, engine, rewards, world)
+    parts = Parts(cfg, model_config, spec, tokenizer, task, learner, engine, rewards, world, estimate)
     parts.sync(version=0)
     return parts
 

@@ -17,6 +17,7 @@ from quads.quant.recipes import QuantSpec
 GIB = 2**30
 NVFP4_BYTES = 0.5625  # 4 bits a weight and one E4M3 scale for 16
 FP8_BYTES = 1.0 + 4 / (128 * 128)
+MOMENT_BYTES = {"float32": 8.0, "8bit": 2.0 + 8 / 256, "cpu": 0.0}  # both moments of a parameter, on a GPU
 LOGITS_CHUNK = 2048  # tokens
 LOGITS_BYTES = 4 * 3  # fp32 logits, log-softmax and its gradient, for one chunk of tokens
 
@@ -81,13 +82,19 @@ def estimate_memory(
     num_processes: int = 1,
     all_gather: str = "bf16",
     device_type: str = "cuda",
+    moments: str = "float32",
+    local_parameters: int | None = None,
 ) -> MemoryEstimate:
     """The learner (fp32 master, gradients, two Adam moments, its quantized weights), what a forward and backward
     need, the engine and its KV cache, for one of `num_processes` processes. On a CPU the engine keeps the values of
-    quantized weights in float64 as well, and in fp32 runs its keys and values."""
+    quantized weights in float64 as well, and in fp32 runs its keys and values.
+
+    moments: [optim] moments. local_parameters: how many this process holds; by default an equal share.
+    """
     parallel = parallel or ParallelSettings()
     shards = num_processes // parallel.replicate
     total, targeted = config.num_parameters()[0], targeted_parameters(config, spec.targets)
+    local = total / shards if local_parameters is None else local_parameters
     compute = dtype.itemsize
     per_weight = {"bf16": float(compute), "fp8": FP8_BYTES, "nvfp4": NVFP4_BYTES}
     engine_weight = (
@@ -101,9 +108,9 @@ def estimate_memory(
     tokens = rl.microbatch_tokens
     slot_length = rollout.max_prompt_tokens + rollout.max_new_tokens
     sizes = {
-        "master weights": 4.0 * total / shards,
-        "gradients": 4.0 * total / shards,
-        "Adam moments": 8.0 * total / shards,
+        "master weights": 4.0 * local,
+        "gradients": 4.0 * local,
+        "Adam moments": (8.0 if device_type == "cpu" else MOMENT_BYTES[moments]) * local,
         "learner's quantized weights": learner_copy * targeted / shards,
         "weights in the compute dtype": float(
             compute * computed_weights(config, spec, dtype, parallel, num_processes, all_gather)
@@ -113,6 +120,8 @@ def estimate_memory(
         "engine weights": engine_weight * targeted + compute * (total - targeted),
         "KV cache": float(kv_cache_bytes(config, rollout.max_batch, slot_length, cached)),
     }
+    if rollout.engine == "vllm" and rollout.gpu_memory_gib:
+        sizes["KV cache"] = rollout.gpu_memory_gib * GIB
     if rl.kl_coef > 0:
         sizes["reference model"] = (4.0 * total + learner_copy * targeted) / shards
     return MemoryEstimate({name: size / GIB for name, size in sizes.items()})

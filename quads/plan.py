@@ -69,20 +69,18 @@ def make_plan(cfg: Config, model_config: ModelConfig, num_gpus: int, local_param
     """Add up what one process holds."""
     spec, dtype = resolve(cfg.quant), DTYPES[cfg.model.dtype]
     estimate = estimate_memory(
-        model_config, spec, cfg.rollout, cfg.rl, dtype, cfg.parallel, num_gpus, cfg.quant.all_gather
+        model_config,
+        spec,
+        cfg.rollout,
+        cfg.rl,
+        dtype,
+        cfg.parallel,
+        num_gpus,
+        cfg.quant.all_gather,
+        moments=cfg.optim.moments,
+        local_parameters=local_parameters,
     )
-    moments = {"float32": 8.0, "8bit": 2.0 + 8 / 256, "cpu": 0.0}[cfg.optim.moments]
-    parts = {
-        **estimate.parts,
-        "master weights": 4 * local_parameters / GIB,
-        "gradients": 4 * local_parameters / GIB,
-        "Adam moments": moments * local_parameters / GIB,
-        "context and reserve": CONTEXT_GIB,
-    }
-    if cfg.rollout.engine == "vllm" and cfg.rollout.gpu_memory_gib:
-        parts["KV cache"] = cfg.rollout.gpu_memory_gib
-    if cfg.rl.kl_coef > 0:
-        parts["reference model"] = 4 * local_parameters / GIB
+    parts = {**estimate.parts, "context and reserve": CONTEXT_GIB}
     return Plan(num_gpus, local_parameters, MemoryEstimate(parts))
 
 
