@@ -9,6 +9,7 @@ from typing import Any
 
 from quads.rl.helpers import REPOSITORY, Helper, HelperPool, Verdict, default_workers, then
 
+FEW = 32
 # A judge needs the interpreter and its packages, nothing of the user's environment.
 KEPT_VARIABLES = ("PATH", "LD_LIBRARY_PATH", "LANG", "TMPDIR", "HOME")
 
@@ -48,20 +49,28 @@ class AnswerCheck:
     def __init__(self, workers: int = 0):
         self.workers = workers
         self._known: dict[str, bool] = {}
-        self._pool: JudgePool | None = None
+        self._pools: dict[int, JudgePool] = {}
 
     def __call__(self, answers: list[str]) -> list[bool]:
         """[number of answers], True where the answer can be read."""
         unknown = [answer for answer in dict.fromkeys(answers) if answer not in self._known and not _plain(answer)]
         if unknown:
-            self._pool = self._pool or JudgePool("math", self.workers)
-            futures = [self._pool.submit("readable", answer) for answer in unknown]
+            futures = [self._judges(len(unknown)).submit("readable", answer) for answer in unknown]
             self._known.update({a: future.result().reward == 1.0 for a, future in zip(unknown, futures, strict=True)})
         return [self._known.get(answer, True) for answer in answers]
 
     def close(self) -> None:
-        if self._pool:
-            self._pool.close()
+        for pool in self._pools.values():
+            pool.close()
+
+    def _judges(self, unknown: int) -> JudgePool:
+        """One judge for a few answers, as it takes longer to start than to read them; all of them for many."""
+        if unknown <= FEW and self._pools:
+            return next(reversed(self._pools.values()))
+        workers = 1 if unknown <= FEW else default_workers(self.workers)
+        if workers not in self._pools:
+            self._pools[workers] = JudgePool("math", workers)
+        return self._pools[workers]
 
 
 def _plain(answer: str) -> bool:
