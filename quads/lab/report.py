@@ -7,6 +7,7 @@ OUT/report.html. Training comparisons take longer and are taken as they lie: OUT
 
 import importlib
 import json
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from quads.errors import UserError
 from quads.lab import curves, page, recipes
 from quads.lab.page import Section
 from quads.lab.report_text import ABOUT, TEXTS
-from quads.lab.results import config_argv, config_parser, progress
+from quads.lab.results import config_argv, config_parser, progress, without_out
 
 HELP = "all analyses of one checkpoint as a page for the browser"
 
@@ -40,8 +41,8 @@ def is_fresh(path: Path, config_text: str, argv: list[str]) -> bool:
     if not path.is_file():
         return False
     about = json.loads(path.read_text(encoding="utf-8"))["about"]
-    words = about["command"].split(f"quads.lab {path.stem} ", 1)[-1].split()
-    return about["config"] == config_text and words == [word for part in argv for word in part.split()]
+    words = shlex.split(about["command"])[4:]  # after: python -m quads.lab NAME
+    return about["config"] == config_text and words == without_out(argv)
 
 
 def sections(out: Path) -> list[Section]:

@@ -41,7 +41,7 @@ def hardware() -> str:
 def provenance(
     command: str, argv: Sequence[str], cfg: Config | None = None, seeds: Sequence[int] = ()
 ) -> dict[str, Any]:
-    """Who, what, where and when."""
+    """Who, what, where and when. The command is without `--out FOLDER`, which decides nothing about the result."""
     versions = {"python": platform.python_version()}
     for package in PACKAGES:
         try:
@@ -49,7 +49,7 @@ def provenance(
         except importlib.metadata.PackageNotFoundError:
             continue
     about = {
-        "command": shlex.join(["python", "-m", "quads.lab", command, *argv]),
+        "command": shlex.join(["python", "-m", "quads.lab", command, *without_out(argv)]),
         "commit": git_commit(),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "hardware": hardware(),
@@ -57,6 +57,11 @@ def provenance(
         "seeds": list(seeds),
     }
     return about if cfg is None else {**about, "config": config_to_toml(cfg)}
+
+
+def without_out(argv: Sequence[str]) -> list[str]:
+    """A command line less `--out FOLDER`."""
+    return [word for i, word in enumerate(argv) if word != "--out" and (i == 0 or argv[i - 1] != "--out")]
 
 
 def write_result(out: Path, name: str, about: dict[str, Any], data: dict[str, Any]) -> Path:
