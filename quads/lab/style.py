@@ -39,7 +39,7 @@ def finish(ax: Axes, title: str, x: str, y: str, legend: bool = False, columns: 
     ax.grid(alpha=0.3, lw=0.6)
     ax.set_axisbelow(True)
     ax.spines[["top", "right"]].set_visible(False)
-    ax.tick_params(labelsize=8.5, colors=INK)
+    ax.tick_params(which="both", labelsize=8.5, colors=INK)
     if legend:
         ax.legend(frameon=False, fontsize=8.5, labelcolor=INK, ncols=columns)
 
@@ -91,7 +91,7 @@ def darken(figure: Figure) -> Figure:
             text.set_color(DARK_INK)
     for ax in figure.axes:
         ax.set_facecolor(DARK_PAPER)
-        ax.tick_params(colors=DARK_INK)
+        ax.tick_params(which="both", colors=DARK_INK)
         for spine in ax.spines.values():
             spine.set_edgecolor(DARK_INK)
     return figure
