@@ -79,13 +79,18 @@ class Attention(nn.Module):
         self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else None
         self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else None
 
+    @staticmethod
+    def attend(ctx: Context, layer: int, q_TND: Tensor, k_TGD: Tensor, v_TGD: Tensor) -> Tensor:
+        """A compiler is kept out of this: contexts differ in how many sequences they hold, and it would specialize."""
+        return ctx.attend(layer, q_TND, k_TGD, v_TGD)
+
     def forward(self, x_TH: Tensor, rope: tuple[Tensor, Tensor], ctx: Context, layer: int) -> Tensor:
         q_TND, k_TGD, v_TGD = (
             proj(x_TH, ctx.live).unflatten(-1, (-1, self.head_dim)) for proj in (self.q_proj, self.k_proj, self.v_proj)
         )
         if self.q_norm is not None and self.k_norm is not None:
             q_TND, k_TGD = self.q_norm(q_TND), self.k_norm(k_TGD)
-        out_TND = ctx.attend(layer, apply_rope(q_TND, *rope), apply_rope(k_TGD, *rope), v_TGD)
+        out_TND = self.attend(ctx, layer, apply_rope(q_TND, *rope), apply_rope(k_TGD, *rope), v_TGD)
         return self.o_proj(out_TND.flatten(1), ctx.live)
 
 

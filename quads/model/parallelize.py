@@ -31,7 +31,7 @@ from quads.distributed import Meshes
 from quads.errors import UserError
 from quads.model.dispatch import AllToAllDispatcher
 from quads.model.hf import HFCheckpoint, check_same_shape, expert_names
-from quads.model.model import DecoderLayer, MoEDecoder
+from quads.model.model import Attention, DecoderLayer, MoEDecoder
 
 Checkpointing = Literal["none", "full", "selective", "moe"]
 
@@ -65,8 +65,8 @@ def parallelize(
         apply_expert_parallel(model, meshes.ep)
     for layer in decoder_layers(model):
         apply_checkpointing(layer, checkpointing)
-        if compile:
-            apply_compile(layer)
+    if compile:
+        apply_compile(model)
     if meshes is not None:
         apply_fsdp(model, meshes)
     return model
@@ -102,8 +102,16 @@ def apply_checkpointing(layer: DecoderLayer, mode: Checkpointing) -> None:
         _checkpoint_forward(layer.mlp)
 
 
-def apply_compile(layer: DecoderLayer) -> None:
-    """Compile the parts of a layer between the token exchanges, whose sizes the host has to read."""
+def apply_compile(model: MoEDecoder) -> None:
+    """Compile the parts of each layer between attention, whose context differs from batch to batch, and the token
+    exchanges, whose sizes the host has to read. All layers share the compiled code."""
+    attend = torch.compiler.disable(Attention.attend)  # one object for all layers: each of its own would recompile
+    for layer in decoder_layers(model):
+        layer.self_attn.attend = attend  # type: ignore[method-assign]
+        _compile_layer(layer)
+
+
+def _compile_layer(layer: DecoderLayer) -> None:
     for module in (layer.input_layernorm, layer.self_attn, layer.post_attention_layernorm, layer.mlp.gate):
         module.forward = torch.compile(module.forward)  # type: ignore[method-assign]
     layer.mlp.experts.compute = torch.compile(layer.mlp.experts.compute)
