@@ -1,4 +1,4 @@
-"""Makes examples/tokenizer: bytes and a few special tokens, with a chat template and two EOS ids, in Hugging Face's format.
+"""Makes examples/tokenizer, in Hugging Face's format: bytes, a few special tokens, a chat template and two EOS ids.
 
 python scripts/make_chat_tokenizer.py [FOLDER]
 """
