@@ -242,7 +242,7 @@ def figure(data: dict[str, Any]) -> Figure:
         )
     style.finish(axes[2], "Eq. 11 at w13, no QDQ / W4A4", "layer", "norm relative to ||W X||", legend=True)
     style.whole_numbers(axes[2].xaxis)
-    axes[2].set_ylim(bottom=0)
+    axes[2].set_ylim(0, 1.4 * max(max(worst[term]) for term in TERMS))  # room for the legend
     return fig
 
 
