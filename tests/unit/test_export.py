@@ -153,7 +153,7 @@ def test_a_run_is_exported_with_its_own_quantization(learner: MoEDecoder, folder
         for parameter in learner.parameters():
             parameter.add_(0.01)
     arguments = ["--config", "configs/tiny_quads.toml", "--model.path", str(folder), "--model.tokenizer", str(folder)]
-    cfg = load_config([*arguments, "--quant.targets", "experts"])
+    cfg = load_config([*arguments, "--quant.targets", "experts", "--quant.residual_sites", "w13"])
     Checkpointer(tmp_path / "run" / "checkpoints", cfg.checkpoint, config_to_toml(cfg)).save(
         TrainState(step=1), trained
     )
