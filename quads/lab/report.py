@@ -1,8 +1,9 @@
 """`python -m quads.lab report`: every analysis of a checkpoint on one self-contained page.
 
 Runs the analyses that OUT does not hold yet for this very config and batch (small ones: minutes on a CPU), then writes
-OUT/report.html. Training comparisons take longer and are taken as they lie: OUT/recipes/recipes.json, if it is there
-(`python -m quads.lab recipes`). The page needs nothing beside it: figures are inline, drawn for light and for dark.
+OUT/report.html. Training comparisons take longer and are taken as they lie: OUT/recipes.json, or recipes.json in
+OUT/recipes (`python -m quads.lab recipes`). The page needs nothing beside it: figures are inline, drawn for light and
+for dark.
 """
 
 import importlib
@@ -49,9 +50,10 @@ def sections(out: Path) -> list[Section]:
     """What the page shows, from the files in `out`."""
     found = []
     for name in ("recipes", *ANALYSES):
-        path = out / "recipes" / "recipes.json" if name == "recipes" else out / f"{name}.json"
-        if not path.is_file():
-            progress(f"{path} is not there; the page goes without it")
+        places = [out / f"{name}.json", out / name / f"{name}.json"]  # training writes into a folder of its own
+        path = next((place for place in places if place.is_file()), None)
+        if path is None:
+            progress(f"{places[0]} is not there; the page goes without it")
             continue
         data = json.loads(path.read_text(encoding="utf-8"))
         draw, tables = _views(name, data)
