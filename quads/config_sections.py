@@ -214,6 +214,7 @@ class TrainSettings:
     seed: int = key(0, "seed of every random choice", low=0, high=2**31 - 1)
     out: str = key("", "run folder (default: runs/<name of the config file>)")
     device: Literal["auto", "cpu", "cuda"] = key("auto", "auto takes the GPU if there is one")
+    threads: int = key(0, "CPU threads of a process; 1 is fastest for tiny models; 0: torch's own choice", low=0)
 
 
 @dataclass(frozen=True)

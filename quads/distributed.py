@@ -127,6 +127,8 @@ def init_distributed(parallel: ParallelSettings, train: TrainSettings) -> Iterat
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     device = choose_device(train.device, local_rank)
     seed_libraries(train.seed, rank)
+    if train.threads:
+        torch.set_num_threads(train.threads)
     fsdp = _fsdp_size(parallel, size)
     if size == 1:
         yield Distributed(rank, size, device, train.seed)
