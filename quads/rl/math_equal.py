@@ -15,7 +15,7 @@ from sympy.core.expr import Expr
 
 from quads.rl.math_tokens import Unreadable
 from quads.rl.math_units import read_unit
-from quads.rl.math_values import DEGREE, PERCENT, PRIME, TEXT, Combined, Group, Relation, Seq, SetOf, Words, settle
+from quads.rl.math_values import DEGREE, PERCENT, PRIME, TEXT, Combined, Group, Relation, Seq, SetOf, Words
 
 DIGITS = 100
 # Where expressions with variables are compared: positive, then of both signs. Rational, so that evaluation is exact.
@@ -63,8 +63,8 @@ class _Comparison:
                     return True
             return self._same_sets(gold, answer)
         relation, other = (gold, answer) if isinstance(gold, Relation) else (answer, gold)
-        if relation.operators == ("in",):
-            return self.same(relation.sides[-1], other)
+        if relation.operators == ("in",):  # its pair in brackets is an interval, no vector
+            return not isinstance(other, sympy.MatrixBase) and self.same(relation.sides[-1], other)
         if _is_equation(relation):
             # `x = 5` says 5, and `2 + 3 = 5` works it out; `2x = 10` does not say 5.
             if relation.named or not any(_symbols(side) for side in relation.sides):
@@ -155,6 +155,8 @@ class _Comparison:
             theirs, their_unit = _split_letter_unit(answer, our_unit)
         elif their_unit and not our_unit:
             ours, our_unit = _split_letter_unit(gold, their_unit)
+        if (our_unit and DEGREE in theirs.free_symbols) or (their_unit and DEGREE in ours.free_symbols):
+            return False
         if our_unit and their_unit:
             if our_unit[0] != their_unit[0]:
                 return False
@@ -179,14 +181,12 @@ def same_expression(ours: Expr, theirs: Expr) -> bool:
         return False
     if not (_finite(ours) and _finite(theirs)):
         return False
-    difference = settle(ours - theirs)
+    difference = ours - theirs
     if difference == 0:
         return True
     symbols = sorted(difference.free_symbols, key=str)
     if any(str(symbol).startswith(PRIME) for symbol in symbols):
-        return settle(sympy.powsimp(ours / theirs)) == 1
-    if ours.free_symbols != theirs.free_symbols and not _depends_on_no_more(ours, theirs):
-        return False
+        return _huge_difference_is_zero(difference)
     compared = 0
     for values in _points(symbols, whole=difference.has(sympy.factorial, sympy.binomial, sympy.floor, sympy.ceiling)):
         scale, gap = _value(ours, values), _value(difference, values)
@@ -334,11 +334,26 @@ def _finite(value: Expr) -> bool:
     return not value.has(sympy.oo, -sympy.oo, sympy.zoo, sympy.nan)
 
 
-def _depends_on_no_more(ours: Expr, theirs: Expr) -> bool:
-    """Could the variables that only one side shows cancel out?"""
-    extra: Iterable[Any] = ours.free_symbols ^ theirs.free_symbols
-    side = ours if ours.free_symbols > theirs.free_symbols else theirs
-    return all(sympy.simplify(side.diff(symbol)) == 0 for symbol in extra if symbol in side.free_symbols)
+def _huge_difference_is_zero(difference: Expr) -> bool:
+    """Is a sum with powers of prime symbols zero? Factors of those primes move from coefficients into the powers."""
+    primes = {int(str(s).removeprefix(PRIME)): s for s in difference.free_symbols if str(s).startswith(PRIME)}
+    while True:
+        terms: list[Any] = []
+        for term in sympy.Add.make_args(sympy.expand(difference)):
+            parts: Any = term.as_coeff_Mul()
+            coefficient: Any = parts[0]
+            rest: Any = parts[1]
+            for prime, symbol in primes.items():
+                if isinstance(coefficient, sympy.Rational) and coefficient != 0:
+                    up: Any = sympy.multiplicity(prime, coefficient.p)
+                    down: Any = sympy.multiplicity(prime, coefficient.q)
+                    coefficient = coefficient / sympy.Rational(prime) ** (up - down)
+                    rest = rest * symbol ** (up - down)
+            terms.append(coefficient * rest)
+        moved = sympy.Add(*terms)
+        if moved == 0 or moved == difference:
+            return bool(moved == 0)
+        difference = moved
 
 
 def _value(expression: Expr, values: dict[Any, Any]) -> Any:

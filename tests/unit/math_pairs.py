@@ -346,4 +346,14 @@ PAIRS = [
     (r"x^{10^{12}}", r"x^{10^{12}}+1", False),
     (r"(x+1)^{100000}", r"x", False),
     (r"(x+1)^{1000}", r"(1+x)^{1000}", True),
+    # sums and products of huge powers
+    (r"2^{10^9}+2", r"2(2^{10^9-1}+1)", True),
+    (r"3\cdot 2^{10^9}", r"6\cdot 2^{10^9-1}", True),
+    (r"2^{10^9}+2^{10^9}", r"2^{10^9+1}", True),
+    (r"2^{10^9}+2^{10^9}", r"2^{10^9+2}", False),
+    (r"\frac{2^{10^9}}{2^{10^9-3}}", r"8", True),
+    (r"\frac{1}{2}", r"2^{10^9}-1", False),
+    (r"5", r"(x+1)^{1000}", False),
+    (r"5^\circ", r"5 \text{ cm}", False),
+    (r"x \in (1,2)", r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}", False),
 ]
