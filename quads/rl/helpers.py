@@ -20,6 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
+from quads.errors import UserError
+
 T = TypeVar("T")
 U = TypeVar("U")
 HEADER = struct.Struct("<Q")
@@ -35,8 +37,8 @@ class Verdict:
     seconds: float
 
 
-class HelperError(Exception):
-    """A helper could not start or broke off; the message says what it printed."""
+class HelperError(UserError):
+    """A helper process could not start; the message says what it printed last."""
 
 
 class Helper:
