@@ -8,6 +8,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from quads.errors import UserError
 from quads.types import Completion, Sampling
 
 
@@ -59,3 +60,29 @@ class Engine(Protocol):
     def close(self) -> None:
         """Free everything; the engine is not used again."""
         ...
+
+
+def check_request(
+    prompts: list[list[int]], n: int, sampling: Sampling, seeds: list[int], max_len: int, vocabulary: int
+) -> None:
+    """What every engine refuses. `max_len` tokens hold a prompt and its response; ids are below `vocabulary`.
+
+    Raises:
+        UserError: a prompt that is empty, too long or of another vocabulary; a sampling that cannot be done.
+        ValueError: not one seed a response.
+    """
+    if n < 1 or len(seeds) != len(prompts) * n:
+        raise ValueError(f"{len(prompts)} prompts x {n} responses need as many seeds, got {len(seeds)}")
+    if sampling.max_new_tokens < 1 or not sampling.temperature >= 0.0:
+        raise UserError(f"cannot sample with {sampling}; max_new_tokens must be >= 1 and temperature >= 0")
+    longest = max((len(prompt) for prompt in prompts), default=0)
+    if longest + sampling.max_new_tokens > max_len:
+        raise UserError(
+            f"a prompt of {longest} tokens and {sampling.max_new_tokens} new ones exceed the {max_len} "
+            "tokens of a KV slot; raise rollout.max_prompt_tokens or rollout.max_new_tokens"
+        )
+    for i, prompt in enumerate(prompts):
+        if not prompt:
+            raise UserError(f"prompt {i} is empty; it needs at least one token to condition on")
+        if not (0 <= min(prompt) and max(prompt) < vocabulary):
+            raise UserError(f"prompt {i} has a token id outside the vocabulary of {vocabulary}; check the tokenizer")

@@ -19,13 +19,13 @@ import torch
 from torch import Tensor
 
 from quads.config_sections import RolloutSettings
-from quads.errors import UserError
 from quads.model.attention import DecodeContext, KVCache, PrefillContext, routing
 from quads.model.config import ModelConfig
 from quads.model.model import MoEDecoder
 from quads.quant.backend import choose_kernel
 from quads.quant.recipes import QuantSpec
 from quads.quant.rollout import convert_rollout, load_weight, named_weights
+from quads.rollout.engine import check_request
 from quads.rollout.kv_cache import Prefix, allocate, describe, move_slots
 from quads.rollout.sampling import draw, seed_tensor, uniforms
 from quads.rollout.scheduler import Batch, SampleLog, Waiting
@@ -98,24 +98,7 @@ class NativeEngine:
     def _check(self, prompts: list[list[int]], n: int, sampling: Sampling, seeds: list[int]) -> None:
         if not self._complete:
             raise RuntimeError("generate() before a complete update_weights()")
-        if n < 1 or len(seeds) != len(prompts) * n:
-            raise ValueError(f"{len(prompts)} prompts x {n} responses need as many seeds, got {len(seeds)}")
-        if sampling.max_new_tokens < 1 or not sampling.temperature >= 0.0:
-            raise UserError(f"cannot sample with {sampling}; max_new_tokens must be >= 1 and temperature >= 0")
-        longest = max((len(prompt) for prompt in prompts), default=0)
-        if longest + sampling.max_new_tokens > self._max_len:
-            raise UserError(
-                f"a prompt of {longest} tokens and {sampling.max_new_tokens} new ones exceed the {self._max_len} "
-                "tokens of a KV slot; raise rollout.max_prompt_tokens or rollout.max_new_tokens"
-            )
-        vocabulary = self._config.vocab_size
-        for i, prompt in enumerate(prompts):
-            if not prompt:
-                raise UserError(f"prompt {i} is empty; it needs at least one token to condition on")
-            if not (0 <= min(prompt) and max(prompt) < vocabulary):
-                raise UserError(
-                    f"prompt {i} has a token id outside the vocabulary of {vocabulary}; check the tokenizer"
-                )
+        check_request(prompts, n, sampling, seeds, self._max_len, self._config.vocab_size)
 
     @torch.no_grad()
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:

@@ -31,6 +31,7 @@ from quads.distributed import in_process_group
 from quads.errors import UserError
 from quads.model.config import ModelConfig
 from quads.quant.recipes import QuantSpec
+from quads.rollout.engine import check_request
 from quads.rollout.vllm_folder import write_model_folder
 from quads.rollout.vllm_inspect import checksums, forget_waiting, track_plain_parameters
 from quads.rollout.vllm_lifecycle import close, guest, untouched_rng
@@ -162,22 +163,7 @@ class VLLMEngine:
             raise RuntimeError("generate() while the engine sleeps; call wake() first")
         if not self._complete:
             raise RuntimeError("generate() before a complete update_weights()")
-        if n < 1 or len(seeds) != len(prompts) * n:
-            raise ValueError(f"{len(prompts)} prompts x {n} responses need as many seeds, got {len(seeds)}")
-        if sampling.max_new_tokens < 1 or not sampling.temperature >= 0.0:
-            raise UserError(f"cannot sample with {sampling}; max_new_tokens must be >= 1 and temperature >= 0")
-        longest = max((len(prompt) for prompt in prompts), default=0)
-        if longest + sampling.max_new_tokens > self._max_tokens:
-            raise UserError(
-                f"a prompt of {longest} tokens and {sampling.max_new_tokens} new ones exceed the {self._max_tokens} "
-                "tokens of a sequence; raise rollout.max_prompt_tokens or rollout.max_new_tokens"
-            )
-        vocabulary = self._config.vocab_size
-        for i, prompt in enumerate(prompts):
-            if not prompt or not (0 <= min(prompt) and max(prompt) < vocabulary):
-                raise UserError(
-                    f"prompt {i} is empty or has a token id outside the vocabulary of {vocabulary}; check the tokenizer"
-                )
+        check_request(prompts, n, sampling, seeds, self._max_tokens, self._config.vocab_size)
         if routed_experts and not self._returns_routing:
             raise UserError("this engine was made without routed_experts = True")
 
