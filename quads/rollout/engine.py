@@ -3,13 +3,20 @@
 Two implementations: `native.NativeEngine` (plain PyTorch, anywhere) and `vllm_engine.VLLMEngine`.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Protocol
 
 from torch import Tensor
 
 from quads.errors import UserError
 from quads.types import Completion, Sampling
+
+# Told a prompt's number and all its responses as soon as the last of them is drawn, while other prompts go on.
+OnGroup = Callable[[int, list[Completion]], None]
+
+
+def ignore(prompt: int, group: list[Completion]) -> None:
+    """The `OnGroup` of a caller who waits for all groups."""
 
 
 class Engine(Protocol):
@@ -24,10 +31,12 @@ class Engine(Protocol):
         sampling: Sampling,
         seeds: list[int],
         routed_experts: bool = False,
+        on_group: OnGroup = ignore,
     ) -> list[list[Completion]]:
         """`n` responses to each prompt. `seeds[p * n + j]` alone decides the random numbers of response j to prompt p.
 
-        Log-probs are those of the distribution that was sampled from, softmax(logits / temperature).
+        `on_group(p, group)` is called once for each prompt, in the order in which groups are complete; it must not
+        call the engine. Log-probs are those of the distribution that was sampled from, softmax(logits / temperature).
 
         Raises:
             UserError: a prompt and its response do not fit, or the engine cannot do what is asked.

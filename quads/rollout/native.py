@@ -25,10 +25,10 @@ from quads.model.model import MoEDecoder
 from quads.quant.backend import choose_kernel
 from quads.quant.recipes import QuantSpec
 from quads.quant.rollout import convert_rollout, load_weight, named_weights
-from quads.rollout.engine import check_request
+from quads.rollout.engine import OnGroup, check_request, ignore
 from quads.rollout.kv_cache import Prefix, allocate, describe, move_slots
 from quads.rollout.sampling import draw, seed_tensor, uniforms
-from quads.rollout.scheduler import Batch, SampleLog, Waiting
+from quads.rollout.scheduler import Batch, Groups, SampleLog, Waiting
 from quads.rollout.sync import checksum, load_all
 from quads.types import Completion, Sampling
 
@@ -83,17 +83,22 @@ class NativeEngine:
         sampling: Sampling,
         seeds: list[int],
         routed_experts: bool = False,
+        on_group: OnGroup = ignore,
     ) -> list[list[Completion]]:
         """`n` responses to each prompt; see `engine.Engine`."""
         self._check(prompts, n, sampling, seeds)
         if not prompts:
             return []
         run = _Run(self.model, self.cache, prompts, n, sampling, seeds, routed_experts)
+        groups, completions = Groups(len(prompts), n), {}
         while run.waiting or run.batch.size:
             run.admit()
             if run.batch.size:
                 run.decode()
-        return run.log.completions(len(prompts), n, sampling, self.policy_version)
+            for prompt in groups.completed_by(run.batch.take_finished()):
+                completions[prompt] = run.log.take(prompt, n, sampling, self.policy_version)
+                on_group(prompt, completions[prompt])
+        return [completions[prompt] for prompt in range(len(prompts))]
 
     def _check(self, prompts: list[list[int]], n: int, sampling: Sampling, seeds: list[int]) -> None:
         if not self._complete:
@@ -260,4 +265,4 @@ class _Run:
         self.batch.token[slots_B] = tokens_B
         self.batch.drawn[slots_B] = drawn_B + 1
         finished_B = torch.isin(tokens_B, self.stops) | (drawn_B + 1 >= self.sampling.max_new_tokens)
-        self.batch.holes += slots_B[finished_B].tolist()
+        self.batch.finish(slots_B[finished_B].tolist())

@@ -8,6 +8,7 @@ Requests are numbered prompt * n + j. They start in that order, a prompt's n res
 prefill; only a group larger than all slots is split.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -45,6 +46,24 @@ class Waiting:
         return list(range(self.next - count, self.next))
 
 
+class Groups:
+    """How many responses each prompt still lacks."""
+
+    def __init__(self, num_prompts: int, n: int) -> None:
+        self.n = n
+        self.missing = [n] * num_prompts
+
+    def completed_by(self, finished: list[int]) -> list[int]:
+        """Prompts whose last response is among these requests."""
+        complete = []
+        for request in finished:
+            prompt = request // self.n
+            self.missing[prompt] -= 1
+            if self.missing[prompt] == 0:
+                complete.append(prompt)
+        return complete
+
+
 class Batch:
     """The state of each slot, on the device of the model; slots 0 .. size-1 are busy.
 
@@ -56,6 +75,7 @@ class Batch:
         self.num_slots = num_slots
         self.size = 0
         self.holes: list[int] = []  # slots below `size` whose response has finished
+        self.finished: list[int] = []  # requests that have, since they were last taken
         self.request, self.token, self.position, self.drawn = torch.zeros(
             4, num_slots, dtype=torch.int64, device=device
         )
@@ -63,6 +83,17 @@ class Batch:
     @property
     def num_free(self) -> int:
         return self.num_slots - self.size + len(self.holes)
+
+    def finish(self, slots: list[int]) -> None:
+        """The responses in these slots are complete."""
+        if slots:
+            self.holes += slots
+            self.finished += self.request[slots].tolist()
+
+    def take_finished(self) -> list[int]:
+        """Requests that have finished since the last call."""
+        finished, self.finished = self.finished, []
+        return finished
 
     def reserve(self, count: int) -> list[int]:
         """Slots for `count` new requests: holes first, then behind the busy ones."""
@@ -87,7 +118,7 @@ class Batch:
 
 @dataclass
 class SampleLog:
-    """Every token drawn, in time order; sorted by request once at the end (no work for each token in Python).
+    """Every token drawn, in time order (no work for each token in Python), until its group is complete and leaves.
 
     Each entry is one step's [B] tensors (routing: [B, L, A], of the token that was fed to draw the next one).
     """
@@ -104,28 +135,41 @@ class SampleLog:
         self.tokens.append(tokens_B)
         self.logprobs.append(logprobs_B)
 
-    def completions(self, num_prompts: int, n: int, sampling: Sampling, policy_version: int) -> list[list[Completion]]:
-        requests = torch.cat(self.requests).cpu()
-        order = requests.argsort(stable=True)
-        counts = requests.bincount(minlength=num_prompts * n).tolist()
-        tokens = torch.cat(self.tokens).cpu()[order].split(counts)
-        logprobs = torch.cat(self.logprobs).cpu()[order].split(counts)
-        routing: list[Tensor | None] = [None] * (num_prompts * n)
-        if self.prompt_routing:
-            routing = list(self._routing(counts, n))
+    def take(self, prompt: int, n: int, sampling: Sampling, policy_version: int) -> list[Completion]:
+        """Remove the n complete responses to a prompt and return them."""
+        tokens, logprobs = _take_group(prompt, n, self.requests, self.tokens, self.logprobs)
+        routing: Sequence[Tensor | None] = [None] * n
+        if prompt in self.prompt_routing:
+            routing = self._take_routing(prompt, n)
         stops = set(sampling.stop_token_ids)
-        flat = []
+        group = []
         for ids, values, routed in zip(tokens, logprobs, routing, strict=True):
             token_ids = ids.tolist()
             reason = "stop" if token_ids[-1] in stops else "length"
-            flat.append(Completion(token_ids, values.tolist(), reason, policy_version, routed))
-        return [flat[start : start + n] for start in range(0, len(flat), n)]
+            group.append(Completion(token_ids, values.tolist(), reason, policy_version, routed))
+        return group
 
-    def _routing(self, counts: list[int], n: int) -> list[Tensor]:
-        """Of each request: its prompt's tokens, then all of its own but the last, which was never fed."""
-        fed_counts = [count - 1 for count in counts]
-        if not self.fed_requests:
-            return [self.prompt_routing[request // n].cpu() for request in range(len(counts))]
-        order = torch.cat(self.fed_requests).argsort(stable=True)
-        fed = torch.cat(self.fed_routing)[order].cpu().split(fed_counts)
-        return [torch.cat([self.prompt_routing[request // n].cpu(), part]) for request, part in enumerate(fed)]
+    def _take_routing(self, prompt: int, n: int) -> list[Tensor]:
+        """Of each response: its prompt's tokens, then all of its own but the last, which was never fed."""
+        of_prompt = self.prompt_routing.pop(prompt).cpu()
+        if not self.fed_requests:  # every response so far is one token long
+            return [of_prompt] * n
+        (fed,) = _take_group(prompt, n, self.fed_requests, self.fed_routing)
+        return [torch.cat([of_prompt, part]) for part in fed]
+
+
+def _take_group(prompt: int, n: int, requests: list[Tensor], *logs: list[Tensor]) -> list[Sequence[Tensor]]:
+    """Cut the entries of requests prompt * n .. prompt * n + n - 1 out of logs in time order -> of each log, n tensors
+    on the CPU. What stays is one entry a log."""
+    everything = torch.cat(requests)
+    mine = everything // n == prompt
+    requests[:] = [everything[~mine]]
+    local = everything[mine].cpu() - prompt * n
+    order = local.argsort(stable=True)
+    counts = local.bincount(minlength=n).tolist()
+    taken = []
+    for log in logs:
+        values = torch.cat(log)
+        log[:] = [values[~mine]]
+        taken.append(values[mine].cpu()[order].split(counts))
+    return taken

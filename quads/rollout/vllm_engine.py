@@ -31,7 +31,7 @@ from quads.distributed import in_process_group
 from quads.errors import UserError
 from quads.model.config import ModelConfig
 from quads.quant.recipes import QuantSpec
-from quads.rollout.engine import check_request
+from quads.rollout.engine import OnGroup, check_request, ignore
 from quads.rollout.vllm_folder import write_model_folder
 from quads.rollout.vllm_inspect import checksums, forget_waiting, track_plain_parameters
 from quads.rollout.vllm_lifecycle import close, guest, untouched_rng
@@ -131,14 +131,15 @@ class VLLMEngine:
         sampling: Sampling,
         seeds: list[int],
         routed_experts: bool = False,
+        on_group: OnGroup = ignore,
     ) -> list[list[Completion]]:
         """`n` completions of each prompt, as in the protocol. seeds: one for each of len(prompts) * n requests."""
         self._check(prompts, n, seeds, sampling, routed_experts)
         if not prompts:
             return []
         from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
 
-        requests = [{"prompt_token_ids": prompt} for prompt in prompts for _ in range(n)]
         params = [
             SamplingParams(
                 temperature=sampling.temperature,
@@ -148,13 +149,21 @@ class VLLMEngine:
                 seed=seed,
                 logprobs=0,  # of the sampled token only
                 detokenize=False,
+                output_kind=RequestOutputKind.FINAL_ONLY,
             )
             for seed in seeds
         ]
+        done: dict[int, dict[int, Completion]] = {prompt: {} for prompt in range(len(prompts))}
         with untouched_rng():
-            outputs = self._llm.generate(requests, params, use_tqdm=False)
-        completions = [self._completion(output.outputs[0], sampling.temperature == 0) for output in outputs]
-        return [completions[i : i + n] for i in range(0, len(completions), n)]
+            for request, param in enumerate(params):
+                self._llm.llm_engine.add_request(str(request), {"prompt_token_ids": prompts[request // n]}, param)
+            while self._llm.llm_engine.has_unfinished_requests():
+                for output in self._llm.llm_engine.step():
+                    prompt, j = divmod(int(output.request_id), n)
+                    done[prompt][j] = self._completion(output.outputs[0], sampling.temperature == 0)
+                    if len(done[prompt]) == n:
+                        on_group(prompt, in_order(done[prompt]))
+        return [in_order(group) for group in done.values()]
 
     def _check(
         self, prompts: list[list[int]], n: int, seeds: list[int], sampling: Sampling, routed_experts: bool
@@ -234,6 +243,10 @@ class VLLMEngine:
             self._llm = self._quant = None
             self._complete = False
             self._folder.cleanup()
+
+
+def in_order(group: dict[int, Completion]) -> list[Completion]:
+    return [group[j] for j in range(len(group))]
 
 
 def kv_cache_bytes(config: ModelConfig, rollout: RolloutSettings, dtype: torch.dtype) -> int:

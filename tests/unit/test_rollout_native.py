@@ -190,3 +190,18 @@ def test_a_policy_of_nans_leaves_nothing_behind() -> None:
     assert all(value != value for c in flat(engine.generate([[5, 6]], 1, SAMPLING, [0])) for value in c.logprobs)
     sync(good, engine, spec, version=3)
     assert engine.generate([[5, 6], [7]], 2, SAMPLING, [0, 1, 2, 3]) == expected
+
+
+@pytest.mark.parametrize(("slots", "n"), [(32, 4), (6, 2), (3, 4)])
+def test_groups_are_told_when_complete(slots: int, n: int) -> None:
+    """Every prompt once, with the responses that are returned in the end; the first ones while others are drawn."""
+    engine, told = make_engine(slots=slots), {}
+
+    def on_group(prompt: int, group: list[Completion]) -> None:
+        told[prompt] = [list(c.token_ids) for c in group]
+
+    prompts, seeds = make_prompts(7), list(range(7 * n))
+    groups = engine.generate(prompts, n, SAMPLING, seeds, routed_experts=True, on_group=on_group)
+    assert [told[prompt] for prompt in range(7)] == [[c.token_ids for c in group] for group in groups]
+    order = list(told)
+    assert order != sorted(order) or slots < 32  # a short answer is not held back by a longer one before it

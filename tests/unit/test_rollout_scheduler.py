@@ -2,7 +2,7 @@
 
 import torch
 
-from quads.rollout.scheduler import Batch, SampleLog, Waiting
+from quads.rollout.scheduler import Batch, Groups, SampleLog, Waiting
 from quads.types import Sampling
 
 
@@ -49,12 +49,30 @@ def test_compaction_of_finished_tail_moves_nothing() -> None:
     assert batch.compact() == ([], []) and batch.size == 2
 
 
-def test_log_sorts_tokens_by_request() -> None:
-    log = SampleLog()
+def test_log_gives_complete_groups_away_sorted_by_request() -> None:
+    log, sampling = SampleLog(), Sampling(2, stop_token_ids=(9,))
     log.add(torch.tensor([0, 2, 1, 3]), torch.tensor([5, 6, 7, 9]), torch.tensor([-0.5, -0.6, -0.7, -0.9]))
     log.add(torch.tensor([2, 1]), torch.tensor([8, 9]), torch.tensor([-0.8, -0.1]))
-    (first, second), (third, fourth) = log.completions(2, 2, Sampling(2, stop_token_ids=(9,)), policy_version=4)
-    assert [c.token_ids for c in (first, second, third, fourth)] == [[5], [7, 9], [6, 8], [9]]
-    assert [c.finish_reason for c in (first, second, third, fourth)] == ["length", "stop", "length", "stop"]
-    assert [round(x, 6) for x in second.logprobs] == [-0.7, -0.1]
+    third, fourth = log.take(1, 2, sampling, policy_version=4)  # the second prompt's group is complete first
+    log.add(torch.tensor([1]), torch.tensor([4]), torch.tensor([-0.2]))
+    first, second = log.take(0, 2, sampling, policy_version=4)
+    assert [c.token_ids for c in (first, second, third, fourth)] == [[5], [7, 9, 4], [6, 8], [9]]
+    assert [c.finish_reason for c in (first, second, third, fourth)] == ["length", "length", "length", "stop"]
+    assert [round(x, 6) for x in second.logprobs] == [-0.7, -0.1, -0.2]
     assert first.policy_version == 4 and first.routed_experts is None
+    assert sum(entry.numel() for entry in log.tokens) == 0
+
+
+def test_a_group_is_complete_with_its_last_response() -> None:
+    groups = Groups(num_prompts=3, n=2)
+    assert groups.completed_by([0, 3]) == []
+    assert groups.completed_by([2, 4]) == [1]
+    assert groups.completed_by([5, 1]) == [2, 0]
+
+
+def test_finished_requests_are_told_once() -> None:
+    batch = Batch(4, torch.device("cpu"))
+    batch.reserve(3)
+    batch.request[:3] = torch.tensor([7, 8, 9])
+    batch.finish([2, 0])
+    assert batch.holes == [2, 0] and batch.take_finished() == [9, 7] and batch.take_finished() == []
