@@ -61,7 +61,8 @@ def train(cfg: Config, parts: Parts, world: Distributed) -> None:
             log.write(step, metrics)
             if cfg.checkpoint.every and step % cfg.checkpoint.every == 0:
                 checkpointer.save(state, parts.learner)
-        checkpointer.save(state, parts.learner)
+        if cfg.checkpoint.final:
+            checkpointer.save(state, parts.learner)
         checkpointer.wait()
     log.close()
     if world.is_main:

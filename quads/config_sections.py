@@ -231,7 +231,8 @@ class EvalSettings:
 class CheckpointSettings:
     """[checkpoint]: save and resume."""
 
-    every: int = key(10, "save after every so many steps; 0: only at the end and on SIGTERM", low=0)
+    every: int = key(10, "save after every so many steps; 0: only when the run ends or is stopped", low=0)
+    final: bool = key(True, "save when the run ends or is stopped; false: only every `every` steps, 0 then never")
     keep: int = key(2, "newest complete checkpoints kept; 0: all", low=0)
     resume: str = key("", "checkpoint folder, or `latest` (the flag alone means latest); empty: start afresh")
     async_save: bool = key(False, "write in the background while training goes on")

@@ -5,7 +5,19 @@ import sys
 
 from quads.errors import UserError, main_guard
 
-COMMANDS = ("recipes", "gap", "ratio", "layers", "channels", "decompose", "drift", "curves", "report", "upcycle")
+COMMANDS = (
+    "recipes",
+    "gap",
+    "ratio",
+    "layers",
+    "channels",
+    "decompose",
+    "drift",
+    "curves",
+    "report",
+    "upcycle",
+    "warmup",
+)
 
 
 @main_guard

@@ -5,7 +5,8 @@ selections (paper, Table 3). Cost, beside it: `extra MMA` is the second pass as 
 quantized layers that a token meets, if a kernel skips channels that are not selected; the time is that of the
 plain-torch reference or of the Triton kernel, whichever served (named in the JSON).
 
-`--sites w13;w13,w2,qkv,o` compares sets of sites.
+`--sites w13;w13,w2,qkv,o` compares sets of sites; `--cost 0.14` does so at equal cost: each set at the one ratio whose
+second pass is that share of the multiplications (a set of small matrices that cannot cost so much: at ratio 1).
 """
 
 import functools
@@ -17,6 +18,7 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from quads.errors import UserError
 from quads.lab import style
 from quads.lab.policies import Evaluation, evaluate, gap_statistics, learner, rollout
 from quads.lab.results import markdown, number, progress, provenance, write_result
@@ -48,6 +50,11 @@ def extra_mma(config: ModelConfig, spec: QuantSpec, ratio: float) -> float:
     """Multiplications of the residual pass over those of all quantized layers."""
     macs = {site: count for site, count in site_macs(config).items() if SITES[site] in spec.targets}
     return ratio * sum(macs[site] for site in spec.residual_sites) / sum(macs.values())
+
+
+def ratio_at(config: ModelConfig, spec: QuantSpec, cost: float) -> float:
+    """The residual ratio that adds `cost` of the multiplications on spec's sites; 1 where all channels cost less."""
+    return min(1.0, cost / extra_mma(config, spec, 1.0))
 
 
 def measure_ratios(
@@ -147,14 +154,18 @@ def tables(data: dict[str, Any]) -> str:
 def main(argv: list[str]) -> None:
     parser = subject_parser("ratio", HELP)
     parser.add_argument("--sites", default="w13;w13,w2,qkv,o", help="sets of residual sites, separated by ;")
+    parser.add_argument("--cost", type=float, default=0.0, help="one ratio a set, of this cost (default: all ratios)")
     args, overrides = parser.parse_known_args(argv)
+    if not 0 <= args.cost <= 1:
+        raise UserError(f"--cost {args.cost}: a share of the multiplications, between 0 and 1")
     subject = build_subject(args, overrides)
     reference = evaluate(learner(subject, "nvfp4", "bf16"), subject.sequences, args.batch_tokens)
     run = functools.partial(evaluate, sequences=subject.sequences, batch_tokens=args.batch_tokens)
     sets = []
     for sites in args.sites.split(";"):
         subject.spec = replace(subject.spec, residual_sites=tuple(sites.split(",")))
-        sets.append({"sites": sites.split(","), "rows": measure_ratios(subject, reference, run)})
+        ratios = (ratio_at(subject.master.config, subject.spec, args.cost),) if args.cost else RATIOS
+        sets.append({"sites": sites.split(","), "rows": measure_ratios(subject, reference, run, ratios)})
     kernel = choose_kernel(subject.cfg.rollout.kernel, subject.device, "w4a4_residual")
     data = {"batch": subject.facts, "kernel": kernel, "sets": sets}
     path = write_result(args.out, "ratio", provenance("ratio", argv, subject.cfg, [subject.cfg.train.seed]), data)

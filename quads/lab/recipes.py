@@ -1,8 +1,13 @@
-"""`python -m quads.lab recipes --config CONFIG [--seeds 3]`: the six recipes side by side.
+"""`python -m quads.lab recipes --config CONFIG [--seeds 3]`: the six recipes side by side, and any other arms.
 
-Each run is `train.py` in a process of its own, in OUT/RECIPE_seedK, with the config as it stands but for the recipe and
-the seed. A run that is complete in its folder, of the same config, is not run again; so a long comparison can be made
-in several parts. The table has means over seeds, with the lowest and the highest behind them where there are several:
+Each run is `train.py` in a process of its own, in OUT/ARM_seedK, with the config as it stands but for the arm's
+overrides and the seed; `--jobs` run at the same time, dealt out to the GPUs. An arm is a recipe, or what `--arm` names:
+
+    --arm quads_token '--quant.recipe quads --quant.residual_selection token'
+
+A long comparison can be made in several parts (see arms.py); `--minutes` ends a part, and `--minutes 0` draws what is
+there. Where runs have got to different steps, all are cut at the last step that every run has. The table has means over
+seeds, with the lowest and the highest behind them where there are several:
 
     reward       mean training reward of the first 5 and of the last 5 steps
     pass@1       held-out score at the last evaluation
@@ -11,78 +16,20 @@ in several parts. The table has means over seeds, with the lowest and the highes
     time         of all steps, evaluation included
 """
 
-import concurrent.futures
-import dataclasses
-import os
-import subprocess
-import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from quads.config import Config, load_config
 from quads.errors import UserError
 from quads.lab import curves, style
-from quads.lab.results import config_argv, config_parser, markdown, number, progress, provenance, write_result
-from quads.run_folder import read_rows
+from quads.lab.arms import Arm, Run, execute, plan
+from quads.lab.results import config_parser, markdown, number, progress, provenance, write_result
 
-HELP = "train the same config under each of the six recipes; one table and one picture"
+HELP = "train the same config under each of the six recipes, and other arms; one table and one picture"
 
 RECIPES = ("bf16", "fp8", "naive", "qat", "symmetric", "quads")
-TRAIN = Path(__file__).resolve().parents[2] / "train.py"
 EDGE_STEPS = 5  # of the first and of the last reward
-
-
-@dataclasses.dataclass(frozen=True)
-class Run:
-    """One training run of the comparison."""
-
-    recipe: str
-    seed: int
-    out: Path
-    argv: tuple[str, ...]  # of train.py
-
-    def config(self) -> Config:
-        return load_config(list(self.argv))
-
-    def is_complete(self) -> bool:
-        """All steps of this very config are in the folder."""
-        if not (self.out / "config.toml").is_file() or not (self.out / "metrics.jsonl").is_file():
-            return False
-        cfg = self.config()
-        try:
-            stored = load_config(["--config", str(self.out / "config.toml")])
-        except UserError:
-            return False  # of a version with other keys
-        rows = read_rows(self.out / "metrics.jsonl")
-        return stored == cfg and bool(rows) and rows[-1]["step"] == cfg.train.steps
-
-
-def plan(config: str, overrides: Sequence[str], recipes: Sequence[str], seeds: Sequence[int], out: Path) -> list[Run]:
-    """Seed by seed, so that a comparison that is cut short has whole seeds."""
-    return [
-        Run(recipe, seed, run_out, (
-            *config_argv(config, overrides),
-            "--quant.recipe", recipe, "--train.seed", str(seed), "--train.out", str(run_out),
-        ))
-        for seed in seeds
-        for recipe in recipes
-        for run_out in [out / f"{recipe}_seed{seed}"]
-    ]  # fmt: skip
-
-
-def execute(run: Run) -> None:
-    """Train, with the console in OUT/RECIPE_seedK.log. Raises UserError with the end of that log if it fails."""
-    log = run.out.with_suffix(".log")
-    started = time.monotonic()
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(TRAIN.parent), os.environ.get("PYTHONPATH", "")])}
-    with open(log, "w", encoding="utf-8") as file:
-        status = subprocess.run([sys.executable, str(TRAIN), *run.argv], stdout=file, stderr=file, env=env).returncode
-    if status:
-        end = "\n".join(log.read_text(encoding="utf-8").splitlines()[-12:])
-        raise UserError(f"{run.out.name} ended with status {status}; the end of {log}:\n{end}")
-    progress(f"{run.out.name}: {time.monotonic() - started:.0f} s")
+PEAK_STEPS = 10  # whose mean reward is a peak
 
 
 def measure(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
@@ -98,6 +45,7 @@ def measure(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
     return {
         "reward_first": mean(rewards[:EDGE_STEPS]),
         "reward_last": mean(rewards[-EDGE_STEPS:]),
+        "reward_peak": max((mean(part) for part in windows(rewards, PEAK_STEPS)), default=float("nan")),
         "pass_at_1": scores[-1] if scores else float("nan"),
         "gap_mean": mean(values("mismatch/logprob_abs_mean")),
         "gap_max": max(gaps, default=float("nan")),
@@ -107,12 +55,23 @@ def measure(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
     }
 
 
+def windows(values: Sequence[float], size: int) -> list[Sequence[float]]:
+    """All stretches of `size` neighbours; all of it where there are fewer."""
+    return [values[i : i + size] for i in range(max(1, len(values) - size + 1))] if values else []
+
+
+def cut(rows_of_runs: Sequence[list[dict[str, Any]]]) -> tuple[int, list[list[dict[str, Any]]]]:
+    """(the last step that all runs have, the rows up to it)."""
+    last = min(rows[-1]["step"] for rows in rows_of_runs)
+    return last, [[row for row in rows if row["step"] <= last] for rows in rows_of_runs]
+
+
 def summarize(runs: Sequence[Run], measured: Sequence[dict[str, float]]) -> dict[str, dict[str, dict[str, float]]]:
-    """recipe -> quantity -> {mean, low, high} over seeds."""
+    """arm -> quantity -> {mean, low, high} over seeds."""
     summary: dict[str, dict[str, dict[str, float]]] = {}
-    for recipe in dict.fromkeys(run.recipe for run in runs):
-        of_seeds = [m for run, m in zip(runs, measured, strict=True) if run.recipe == recipe]
-        summary[recipe] = {
+    for arm in dict.fromkeys(run.arm for run in runs):
+        of_seeds = [m for run, m in zip(runs, measured, strict=True) if run.arm == arm]
+        summary[arm] = {
             key: {"mean": sum(v) / len(v), "low": min(v), "high": max(v)}
             for key in of_seeds[0]
             for v in [[m[key] for m in of_seeds]]
@@ -129,16 +88,16 @@ def table(summary: dict[str, dict[str, dict[str, float]]], several: bool) -> str
 
     rows = [
         [
-            recipe,
+            arm,
             f"{s['reward_first']['mean']:.3f} -> {cell(s['reward_last'], '.3f')}",
             cell(s["pass_at_1"], ".3f"),
             cell(s["gap_mean"]),
             cell(s["gap_max"]),
             f"{s['time_s']['mean']:.0f} s",
         ]
-        for recipe, s in summary.items()
+        for arm, s in summary.items()
     ]
-    return markdown(["recipe", "reward, first 5 -> last 5 steps", "pass@1", "gap mean", "gap max", "time"], rows)
+    return markdown(["arm", "reward, first 5 -> last 5 steps", "pass@1", "gap mean", "gap max", "time"], rows)
 
 
 def main(argv: list[str]) -> None:
@@ -146,34 +105,55 @@ def main(argv: list[str]) -> None:
     parser.set_defaults(out=Path("lab/recipes"))
     parser.add_argument("--seeds", type=int, default=1, help="runs an arm, seeds 0, 1, ... (default: 1)")
     parser.add_argument("--recipes", default=",".join(RECIPES), help="which, comma-separated (default: all six)")
+    parser.add_argument(
+        "--arm", nargs=2, action="append", default=[], metavar=("NAME", "OVERRIDES"), help="a further arm, see above"
+    )
     parser.add_argument("--jobs", type=int, default=1, help="runs at the same time (default: 1)")
+    parser.add_argument("--minutes", type=float, default=None, help="stop training then, and compare what there is")
     args, overrides = parser.parse_known_args(argv)
-    recipes = args.recipes.split(",")
-    unknown = [recipe for recipe in recipes if recipe not in RECIPES]
-    if unknown or args.seeds < 1:
+    recipes = [name for name in args.recipes.split(",") if name]
+    unknown = [name for name in recipes if name not in RECIPES]
+    if unknown or args.seeds < 1 or args.jobs < 1:
         raise UserError(
-            f"--recipes {args.recipes} --seeds {args.seeds}: use at least one seed and recipes of {RECIPES}"
+            f"--recipes {args.recipes} --seeds {args.seeds} --jobs {args.jobs}: use at least one seed and one job, and "
+            f"recipes of {RECIPES}"
         )
-    runs = plan(args.config, overrides, recipes, range(args.seeds), args.out)
-    cfg = runs[0].config()  # a wrong config is an error before anything runs
+    arms = [*map(Arm.recipe, recipes), *(Arm.parse(*words) for words in args.arm)]
+    names = [arm.name for arm in arms]
+    if not arms or len(set(names)) < len(names):
+        raise UserError(f"arms {', '.join(names) or 'none'}: name at least one, and each once")
+    runs = plan(args.config, overrides, arms, range(args.seeds), args.out)
+    cfg = [run.config() for run in runs][0]  # a wrong config is an error before anything runs
     args.out.mkdir(parents=True, exist_ok=True)
     missing = [run for run in runs if not run.is_complete()]
     progress(f"{len(runs)} runs of {cfg.train.steps} steps, {len(runs) - len(missing)} of them done already")
-    with concurrent.futures.ThreadPoolExecutor(args.jobs) as pool:
-        list(pool.map(execute, missing))
+    problems = execute(missing, args.jobs, args.minutes)
+    started = [run for run in runs if run.rows()]
+    if started:
+        about = provenance("recipes", argv, cfg, range(args.seeds))
+        print(compare(args.out, started, arms, about))
+    if problems or not started:
+        raise UserError("\n".join(problems) or "no run has made a step; give more --minutes")
 
-    measured = [measure(read_rows(run.out / "metrics.jsonl")) for run in runs]
+
+def compare(out: Path, runs: Sequence[Run], arms: Sequence[Arm], about: dict[str, Any]) -> str:
+    """Write recipes.json, .md and .png about runs that have made a step; returns the table."""
+    last, rows_of_runs = cut([run.rows() for run in runs])
+    measured = [measure(rows) for rows in rows_of_runs]
     summary = summarize(runs, measured)
-    text = table(summary, several=args.seeds > 1)
-    about = provenance("recipes", argv, cfg, range(args.seeds))
+    text = table(summary, several=len(runs) > len(summary))
     data = {
+        "last_step": last,
+        "arms": {arm.name: " ".join(arm.overrides) for arm in arms},
         "summary": summary,
-        "runs": [{"recipe": run.recipe, "seed": run.seed, **m} for run, m in zip(runs, measured, strict=True)],
+        "runs": [
+            {"arm": run.arm, "seed": run.seed, "steps_made": run.rows()[-1]["step"], **m}
+            for run, m in zip(runs, measured, strict=True)
+        ],
         "curves": curves.collect([run.out for run in runs]),
         "table": text,
     }
-    path = write_result(args.out, "recipes", about, data)
+    path = write_result(out, "recipes", about, data)
     path.with_suffix(".md").write_text(text + "\n", encoding="utf-8")
     style.save(curves.figure(data["curves"]), path.with_suffix(".png"))
-    print(text)
-    print(f"\nwrote {path}, recipes.md and recipes.png")
+    return f"{text}\n\nat step {last}; wrote {path}, recipes.md and recipes.png"

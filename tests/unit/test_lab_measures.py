@@ -1,6 +1,7 @@
 """Pieces of the lab that need no model run: batches, parts of a gap, costs, tables, run summaries."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -8,12 +9,13 @@ from matplotlib.text import Text
 
 from quads.errors import UserError
 from quads.lab import channels, curves, layers, ratio, recipes, style
+from quads.lab.arms import Arm, plan
 from quads.lab.gap import additivity, factors
 from quads.lab.results import markdown, number, write_result
 from quads.lab.subject import Sequences
 from quads.model.config import ModelConfig
 from quads.quant.recipes import QuantSpec
-from tests.helpers import assert_close
+from tests.helpers import REPOSITORY, assert_close
 
 SEQUENCES = Sequences([[1, 2, 3], [4], [5, 6]], [[7, 8], [9], [10, 11, 12]], torch.zeros(6), 1.0)
 
@@ -54,6 +56,8 @@ def test_cost_of_the_residual_pass_by_hand():
     assert ratio.site_macs(config) == macs
     spec = QuantSpec("nvfp4", "bf16", "w4a4_residual")
     assert ratio.extra_mma(config, spec, 0.5) == 0.5 * macs["w13"] / sum(macs.values())
+    assert ratio.extra_mma(config, spec, ratio.ratio_at(config, spec, 0.1)) == pytest.approx(0.1)
+    assert ratio.ratio_at(config, replace(spec, residual_sites=("o",)), 0.9) == 1.0
     experts_only = QuantSpec("nvfp4", "bf16", "w4a4_residual", targets=("experts",), residual_sites=("w13", "w2"))
     assert ratio.extra_mma(config, experts_only, 1.0) == 1.0
 
@@ -67,16 +71,30 @@ def test_summary_of_runs():
     measured = recipes.measure(rows)
     assert measured["reward_first"] == 3.0 and measured["reward_last"] == 10.0
     assert measured["pass_at_1"] == 1.0 and measured["gap_max"] == 6.0 and measured["time_s"] == 24.0
-    runs = recipes.plan("x.toml", [], ["bf16", "quads"], range(2), recipes.TRAIN.parent)
-    assert [run.out.name for run in runs] == ["bf16_seed0", "quads_seed0", "bf16_seed1", "quads_seed1"]
-    assert runs[3].argv[-6:] == ("--quant.recipe", "quads", "--train.seed", "1", "--train.out", str(runs[3].out))
+    token = Arm.parse("token", "--quant.recipe quads --quant.residual_selection token")
+    runs = plan("x.toml", [], [Arm.recipe("bf16"), token], range(2), REPOSITORY)
+    assert [run.out.name for run in runs] == ["bf16_seed0", "token_seed0", "bf16_seed1", "token_seed1"]
+    chosen = ("--quant.recipe", "quads", "--quant.residual_selection", "token")
+    assert runs[3].argv[-8:] == (*chosen, "--train.seed", "1", "--train.out", str(runs[3].out))
     summary = recipes.summarize(runs, [{"v": 1.0}, {"v": 2.0}, {"v": 3.0}, {"v": 4.0}])
     assert summary["bf16"]["v"] == {"mean": 2.0, "low": 1.0, "high": 3.0}
+
+
+def test_a_peak_is_the_best_mean_of_neighbours_and_runs_are_cut_where_all_have_rows():
+    rows = [{"step": i, "reward/mean": r} for i, r in enumerate([0.0] * 5 + [1.0] * 10 + [0.2] * 5, 1)]
+    measured = recipes.measure(rows)
+    assert measured["reward_peak"] == 1.0 and measured["reward_last"] == pytest.approx(0.2)
+    assert recipes.measure(rows[:4])["reward_peak"] == 0.0
+    last, (long, short) = recipes.cut([rows, rows[:7]])
+    assert last == 7 and long == short == rows[:7]
 
 
 def test_unknown_recipes_are_refused_before_anything_runs(tmp_path):
     with pytest.raises(UserError, match="bf17"):
         recipes.main(["--config", "configs/tiny_quads.toml", "--recipes", "bf17", "--out", str(tmp_path / "out")])
+    for arm in (["two words", "--quant.recipe quads"], ["quads", "recipe=quads"], ["bf16", "--quant.recipe quads"]):
+        with pytest.raises(UserError, match=arm[0]):
+            recipes.main(["--config", "configs/tiny_quads.toml", "--arm", *arm, "--out", str(tmp_path / "out")])
     assert not (tmp_path / "out").exists()
 
 
