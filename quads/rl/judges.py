@@ -14,6 +14,14 @@ FEW = 32
 KEPT_VARIABLES = ("PATH", "LD_LIBRARY_PATH", "LANG", "TMPDIR", "HOME")
 
 
+def judge_environment() -> dict[str, str]:
+    """Of a judge: one thread, this repository, and the packages that the trainer itself finds through PYTHONPATH."""
+    kept = {name: os.environ[name] for name in KEPT_VARIABLES if name in os.environ}
+    folders = [REPOSITORY, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+    path = os.pathsep.join(os.path.abspath(folder) for folder in folders)
+    return {**kept, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+
+
 class JudgePool:
     """Scores answers, several at once. A judge that hangs is killed: reward 0.
 
@@ -24,8 +32,7 @@ class JudgePool:
 
     def __init__(self, kind: str, workers: int = 0, time_s: float = 5.0):
         self.time_s = time_s
-        kept = {name: os.environ[name] for name in KEPT_VARIABLES if name in os.environ}
-        environment = {**kept, "PYTHONPATH": REPOSITORY, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+        environment = judge_environment()
         self._pool = HelperPool(
             lambda: Helper([sys.executable, "-m", "quads.rl.judge", kind], environment), default_workers(workers)
         )

@@ -12,7 +12,7 @@ import pytest
 from quads.config_sections import RewardSettings
 from quads.rl.code_tests import CodeTests
 from quads.rl.helpers import Helper, HelperError, HelperPool
-from quads.rl.judges import JudgePool
+from quads.rl.judges import JudgePool, judge_environment
 from quads.rl.reasoning import make_dataset, score
 from quads.rl.rewards import RewardPool, main, tagged
 from quads.types import Example
@@ -119,6 +119,14 @@ def test_a_helper_that_cannot_start_says_why() -> None:
             pool.submit(lambda helper: helper.ask(b"x", 1.0)).result(timeout=10)
     finally:
         pool.close()
+
+
+def test_judges_find_packages_where_the_trainer_does(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}")
+    monkeypatch.setenv("SECRET", "1")
+    environment = judge_environment()
+    repository = str(Path(__file__).resolve().parents[2])
+    assert environment["PYTHONPATH"].split(os.pathsep) == [repository, str(tmp_path)] and "SECRET" not in environment
 
 
 def test_closing_ends_work_and_processes() -> None:
