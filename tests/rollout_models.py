@@ -5,7 +5,7 @@ from dataclasses import replace
 import torch
 
 from quads.config_sections import RolloutSettings
-from quads.model.config import ARCHITECTURES
+from quads.model.config import ARCHITECTURES, ModelConfig
 from quads.model.model import MoEDecoder
 from quads.quant.learner import convert_learner, requantize
 from quads.quant.recipes import QuantSpec
@@ -18,8 +18,10 @@ SAMPLING = Sampling(max_new_tokens=9, stop_token_ids=(0, 1, 2, 3))
 PLAIN = QuantSpec("bf16", "bf16", "bf16")
 
 
-def make_learner(spec: QuantSpec, seed: int = 3, dtype: torch.dtype = torch.float32) -> MoEDecoder:
-    model = MoEDecoder(CONFIG, dtype)
+def make_learner(
+    spec: QuantSpec, seed: int = 3, dtype: torch.dtype = torch.float32, config: ModelConfig = CONFIG
+) -> MoEDecoder:
+    model = MoEDecoder(config, dtype)
     model.init_weights(torch.Generator().manual_seed(seed))
     with torch.no_grad():
         for parameter in model.parameters():

@@ -26,6 +26,7 @@ from quads.model.moe import Experts
 from quads.quant.learner import replace_module
 from quads.quant.linear import SiteSpec, allocate, grouped_linear, linear, quantize_activation, widen
 from quads.quant.recipes import SITES, QuantSpec
+from quads.quant.tensor import QuantizedTensor
 
 
 class RolloutWeights(nn.Module):
@@ -59,6 +60,11 @@ class RolloutWeights(nn.Module):
     def stored(self, leaf: str) -> Tensor:
         """The weight as it was loaded: an NVFP4Tensor, a Float8BlockTensor or a plain tensor."""
         return getattr(self, leaf)
+
+    def storage(self, leaf: str) -> list[Tensor]:
+        """The plain tensors that hold it; `load` writes into them and they never move."""
+        stored = getattr(self, leaf)
+        return list(stored.parts.values()) if isinstance(stored, QuantizedTensor) else [stored]
 
 
 class RolloutLinear(RolloutWeights, Linear):
@@ -148,6 +154,17 @@ def load_weight(model: nn.Module, name: str, tensor: Tensor) -> None:
     if stored.shape != tensor.shape:
         raise ValueError(f"{name} has shape {list(stored.shape)}, got {list(tensor.shape)}")
     stored.copy_(tensor)
+
+
+def weight_storage(model: nn.Module) -> Iterator[tuple[str, list[Tensor]]]:
+    """(name, the plain tensors that hold it) of every weight, in model order."""
+    for path, module in model.named_modules():
+        prefix = f"{path}." if path else ""
+        if isinstance(module, RolloutWeights):
+            for leaf in module.leaves:
+                yield prefix + leaf, module.storage(leaf)
+        for leaf, parameter in module.named_parameters(recurse=False):
+            yield prefix + leaf, [parameter.detach()]
 
 
 def named_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -48,6 +48,10 @@ class TritonWeights(RolloutWeights):
         g = g.view(-1, 1, 1) if len(weight.shape) == 3 else g.view(())
         return NVFP4Tensor(packed, block_scale, g, weight.k, torch.bfloat16, self.mode)
 
+    def storage(self, leaf: str) -> list[Tensor]:
+        weight = self.kernel_weights[leaf]
+        return [weight.words, weight.scales, weight.g]
+
 
 class TritonLinear(TritonWeights, RolloutLinear):
     """A `RolloutLinear` whose matmul, with the quantization of its input, is one call."""

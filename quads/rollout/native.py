@@ -3,6 +3,8 @@
     waiting requests -> prefill (a prompt once, for all its responses) -> first tokens
     busy slots       -> decode one token each -> finished ones leave, waiting ones take their slots
 
+Decoding, with CUDA graphs on a GPU, is decode.py; prefill is eager.
+
 It runs anywhere and is the reference for numerics. On a CPU, fp32 rollouts are independent of the batch: activations
 are float64 (weights keep the values of their storage dtype), so that the order in which a matmul adds up shows at
 1e-16, far below the fp32 rounding where quantizers look and the 1e-5 that is promised for log-probs. With "batch" or
@@ -12,22 +14,25 @@ learner does.
 Left out: paging of the KV cache and chunked prefill of single prompts.
 """
 
+from collections import deque
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from quads.config_sections import RolloutSettings
-from quads.model.attention import DecodeContext, KVCache, PrefillContext, routing
+from quads.model.attention import PrefillContext, routing
 from quads.model.config import ModelConfig
 from quads.model.model import MoEDecoder
 from quads.quant.backend import choose_kernel
 from quads.quant.recipes import QuantSpec
-from quads.quant.rollout import convert_rollout, load_weight, named_weights
+from quads.quant.rollout import convert_rollout, load_weight, named_weights, weight_storage
+from quads.rollout.decode import Decoder, Size
 from quads.rollout.engine import OnGroup, check_request, ignore
-from quads.rollout.kv_cache import Prefix, allocate, describe, move_slots
-from quads.rollout.sampling import draw, seed_tensor, uniforms
+from quads.rollout.kv_cache import Prefix, allocate, describe
+from quads.rollout.sampling import seed_tensor
 from quads.rollout.scheduler import Batch, Groups, SampleLog, Waiting
 from quads.rollout.sync import checksum, load_all
 from quads.types import Completion, Sampling
@@ -50,9 +55,10 @@ class NativeEngine:
         """
         Args:
             spec: `spec.rollout` is the precision of the targeted layers.
-            rollout: max_batch slots of max_prompt_tokens + max_new_tokens tokens each; kernel.
+            rollout: max_batch slots of max_prompt_tokens + max_new_tokens tokens each; kernel; cuda_graphs.
             dtype: bf16 or fp32, the storage of everything that is not quantized.
-            report: takes the line that says how much memory the KV cache needs, before it is allocated.
+            report: takes the lines that say how much memory the KV cache needs, before it is allocated, and how
+                decoding runs.
 
         Raises:
             UserError: too little memory, or a kernel that cannot be had.
@@ -66,14 +72,18 @@ class NativeEngine:
         self.dtype = torch.float64 if self.device.type == "cpu" and dtype == torch.float32 else dtype
         self.model = build_model(model_config, spec, rollout.kernel, dtype, self.dtype, self.device)
         report(describe(model_config, rollout.max_batch, self._max_len, self.dtype))
-        self._cache: KVCache | None = None
+        self._graphs, why = choose_graphs(rollout.cuda_graphs, self.device, self.dtype, spec, rollout.kernel)
+        report(f"decoding: {why}")
+        self._warm: set[Size] = set()
+        self._addresses = addresses(self.model)
+        self._decoder: Decoder | None = None
         self.wake()
 
     @property
-    def cache(self) -> KVCache:
-        if self._cache is None:
+    def decoder(self) -> Decoder:
+        if self._decoder is None:
             raise RuntimeError("the engine sleeps; call wake() first")
-        return self._cache
+        return self._decoder
 
     @torch.no_grad()
     def generate(
@@ -89,13 +99,10 @@ class NativeEngine:
         self._check(prompts, n, sampling, seeds)
         if not prompts:
             return []
-        run = _Run(self.model, self.cache, prompts, n, sampling, seeds, routed_experts)
+        run = _Run(self.decoder, prompts, n, sampling, seeds, routed_experts)
         groups, completions = Groups(len(prompts), n), {}
-        while run.waiting or run.batch.size:
-            run.admit()
-            if run.batch.size:
-                run.decode()
-            for prompt in groups.completed_by(run.batch.take_finished()):
+        while len(completions) < len(prompts):
+            for prompt in groups.completed_by(run.advance()):
                 completions[prompt] = run.log.take(prompt, n, sampling, self.policy_version)
                 on_group(prompt, completions[prompt])
         return [completions[prompt] for prompt in range(len(prompts))]
@@ -111,9 +118,12 @@ class NativeEngine:
         self._complete = False
         expected = [name for name, _ in named_weights(self.model)]
         load_all(expected, weights, lambda name, tensor: load_weight(self.model, name, tensor))
-        if self._cache is not None:  # no prefix outlives a call of generate; this clears what a non-finite policy left
-            self._cache.k.zero_()
-            self._cache.v.zero_()
+        if addresses(self.model) != self._addresses:
+            raise RuntimeError("a weight has moved: captured CUDA graphs would read the old one; report this")
+        if self._decoder is not None:
+            # No prefix outlives a call of generate; this clears what a non-finite policy left.
+            self._decoder.cache.k.zero_()
+            self._decoder.cache.v.zero_()
         self._complete = True
         self.policy_version = version
 
@@ -121,13 +131,13 @@ class NativeEngine:
         return {name: checksum(tensor) for name, tensor in named_weights(self.model)}
 
     def sleep(self) -> None:
-        """Free the KV cache. Weights stay, at their addresses."""
-        self._cache = None
+        """Free the KV cache and the graphs that point into it. Weights stay, at their addresses."""
+        self._decoder = None
 
     def wake(self) -> None:
-        if self._cache is None:
-            slots = self._rollout.max_batch
-            self._cache = allocate(self._config, slots, self._max_len, self.dtype, self.device)
+        if self._decoder is None:
+            cache = allocate(self._config, self._rollout.max_batch, self._max_len, self.dtype, self.device)
+            self._decoder = Decoder(self.model, cache, self._graphs, self._warm)
 
     def close(self) -> None:
         self.sleep()
@@ -155,27 +165,83 @@ def build_model(
     return model
 
 
+def addresses(model: MoEDecoder) -> list[int]:
+    """Where the weights lie, in model order."""
+    return [part.data_ptr() for _, parts in weight_storage(model) for part in parts]
+
+
+def choose_graphs(
+    asked: bool, device: torch.device, dtype: torch.dtype, spec: QuantSpec, kernel: str
+) -> tuple[bool, str]:
+    """(capture decoding in CUDA graphs, a few words why or why not)."""
+    if device.type != "cuda":
+        return False, "eager (no CUDA device)"
+    if not asked:
+        return False, "eager (rollout.cuda_graphs = false)"
+    if dtype != torch.bfloat16:
+        return False, "eager (CUDA graphs need model.dtype = bfloat16: torch groups experts in fp32 on the host)"
+    if spec.rollout != "bf16" and choose_kernel(kernel, device, spec.rollout) == "reference":
+        return False, f"eager (the reference kernel of {spec.rollout} groups experts on the host)"
+    return True, "CUDA graphs, captured at the second step of each size"
+
+
+@dataclass
+class _Launched:
+    """What the device is drawing, on its way to the host."""
+
+    requests: Tensor  # int64 [B] on the CPU, -1 in dead rows
+    results: Tensor  # float64 [2, B], tokens and log-probs; pinned memory on a GPU
+    routing: Tensor | None  # int16 [B, L, A] on the device
+    arrived: torch.cuda.Event | None
+
+    @classmethod
+    def copy(cls, requests: Tensor, results: Tensor, routing: Tensor | None = None) -> "_Launched":
+        if not results.is_cuda:
+            return cls(requests, results.clone(), routing, None)
+        host = torch.empty(results.shape, dtype=results.dtype, pin_memory=True)
+        host.copy_(results, non_blocking=True)
+        arrived = torch.cuda.Event()
+        arrived.record()
+        return cls(requests, host, routing, arrived)
+
+
 class _Run:
-    """One call of `generate`."""
+    """One call of `generate`.
+
+    On a GPU the host launches step t + 1 before it reads what step t drew, so the GPU never waits for it. A response
+    that stops in step t is therefore computed, dead, once more.
+    """
 
     def __init__(
         self,
-        model: MoEDecoder,
-        cache: KVCache,
+        decoder: Decoder,
         prompts: list[list[int]],
         n: int,
         sampling: Sampling,
         seeds: list[int],
         record_routing: bool,
     ) -> None:
-        self.model, self.cache, self.device = model, cache, cache.k.device
+        self.decoder, self.model, self.cache = decoder, decoder.model, decoder.cache
         self.prompts, self.n, self.sampling, self.record_routing = prompts, n, sampling, record_routing
-        self.seeds = seed_tensor(seeds, self.device)
-        self.stops = torch.tensor(sampling.stop_token_ids, dtype=torch.int64, device=self.device)
+        self.device = self.cache.k.device
+        self.ahead = 0 if decoder.exact else 1
+        self.seeds = seed_tensor(seeds)
         self.waiting = Waiting(len(prompts), n)
-        self.batch = Batch(cache.num_slots, self.device)
-        self.log = SampleLog()
+        self.batch = Batch(self.cache.num_slots)
+        self.log = SampleLog(len(seeds), sampling.max_new_tokens, sampling.stop_token_ids)
+        self.finished: list[int] = []
+        self.launched: deque[_Launched] = deque()
         self.prefix: Prefix | None = None  # of a group that did not fit into the slots at once
+        decoder.begin(sampling)
+
+    def advance(self) -> list[int]:
+        """Start what can start, launch a step; returns the requests that are known to have finished since."""
+        self.admit()
+        if self.batch.num_busy:
+            self.decode()
+        self.collect(self.ahead if self.batch.num_busy else 0)
+        finished, self.finished = self.finished, []
+        return finished
 
     def admit(self) -> None:
         """Start waiting requests while enough slots are free, then close the gaps.
@@ -194,10 +260,10 @@ class _Run:
                 self._start_from_prefix(requests)
             else:
                 self._prefill(requests)
-        moves = self.batch.compact()
-        if moves[0]:
-            sources, targets = (torch.tensor(slots, device=self.device) for slots in moves)
-            move_slots(self.cache, sources, targets, int(self.batch.position[targets].max()))
+        if self.batch.num_busy and self.decoder.rows(self.batch.num_busy) < self.decoder.rows(self.batch.size):
+            sources, targets = self.batch.compact()
+            if sources:
+                self.decoder.move(sources, targets, self.batch.longest())
 
     def _prefill(self, requests: list[int]) -> None:
         """Run each prompt once, for all of its requests, in forward passes of a bounded number of tokens."""
@@ -217,7 +283,7 @@ class _Run:
         first = requests[0] // self.n
         prompts = self.prompts[first : requests[-1] // self.n + 1]
         lengths = [len(prompt) for prompt in prompts]
-        slots = self.batch.reserve(len(requests))
+        slots = self._reserve(requests)
         sequences = [request // self.n - first for request in requests]
         context = PrefillContext.build_for_slots(lengths, slots, sequences, self.cache)
         context.record_routing = self.record_routing
@@ -232,37 +298,38 @@ class _Run:
 
     def _start_from_prefix(self, requests: list[int]) -> None:
         assert self.prefix is not None
-        slots = self.batch.reserve(len(requests))
+        slots = self._reserve(requests)
         self.prefix.write(self.cache, slots)
         self._first_tokens(requests, slots, self.prefix.logits.expand(len(requests), -1))
 
+    def _lengths(self, requests: list[int]) -> list[int]:
+        return [len(self.prompts[request // self.n]) for request in requests]
+
+    def _reserve(self, requests: list[int]) -> list[int]:
+        return self.batch.reserve(requests, self._lengths(requests), self.sampling.max_new_tokens)
+
     def _first_tokens(self, requests: list[int], slots: list[int], logits_BV: Tensor) -> None:
-        lengths = [len(self.prompts[request // self.n]) for request in requests]
-        where = torch.tensor(slots, device=self.device)
-        self.batch.request[where] = torch.tensor(requests, device=self.device)
-        self.batch.position[where] = torch.tensor(lengths, device=self.device)
-        self.batch.drawn[where] = 0
-        self._draw(where, logits_BV)
+        results = self.decoder.start(slots, self._lengths(requests), self.seeds[requests], logits_BV)
+        self.launched.append(_Launched.copy(torch.tensor(requests), results))
+        self.batch.drew(requests)
+        self.collect(self.ahead)  # a response that ends at once should not be fed
 
     def decode(self) -> None:
         """One more token for every busy slot."""
-        size = self.batch.size
-        positions_B = self.batch.position[:size]
-        context = DecodeContext(self.cache, positions_B, window=int(positions_B.max()) + 1)
-        context.record_routing = self.record_routing
-        hidden_TH = self.model(self.batch.token[:size], context)
-        if self.record_routing:
-            self.log.fed_requests.append(self.batch.request[:size].clone())
-            self.log.fed_routing.append(routing(context))
-        positions_B += 1  # what was fed is cached now
-        self._draw(torch.arange(size, device=self.device), self.model.logits(hidden_TH))
+        batch, decoder = self.batch, self.decoder
+        requests = batch.request[: batch.size].clone()
+        results = decoder.step(decoder.rows(batch.size), decoder.window(batch.longest()), self.record_routing)
+        fed = decoder.routing_SLA[: batch.size].clone() if self.record_routing else None
+        self.launched.append(_Launched.copy(requests, results[:, : batch.size], fed))
+        batch.fed()
+        batch.drew(requests[requests >= 0].tolist())
 
-    def _draw(self, slots_B: Tensor, logits_BV: Tensor) -> None:
-        """Draw the next token of these slots, write it down, and mark the slots of finished responses as holes."""
-        requests_B, drawn_B = self.batch.request[slots_B], self.batch.drawn[slots_B]
-        tokens_B, logprobs_B = draw(logits_BV, self.sampling.temperature, uniforms(self.seeds[requests_B], drawn_B))
-        self.log.add(requests_B, tokens_B, logprobs_B)
-        self.batch.token[slots_B] = tokens_B
-        self.batch.drawn[slots_B] = drawn_B + 1
-        finished_B = torch.isin(tokens_B, self.stops) | (drawn_B + 1 >= self.sampling.max_new_tokens)
-        self.batch.finish(slots_B[finished_B].tolist())
+    def collect(self, leave: int) -> None:
+        """Take down what has been drawn, all but the last `leave` launches, and release the slots of who finished."""
+        while len(self.launched) > leave:
+            done = self.launched.popleft()
+            if done.arrived is not None:
+                done.arrived.synchronize()
+            finished = self.log.add(done.requests, done.results, done.routing)
+            self.batch.release(finished)
+            self.finished += finished

@@ -48,9 +48,12 @@ def uniforms(seeds_B: Tensor, counters_B: Tensor) -> Tensor:
     return _shift(bits_B, 11).to(torch.float64) * 2.0**-53
 
 
-def draw(logits_BV: Tensor, temperature: float, uniforms_B: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns (tokens int64 [B], their log-probs float64 [B]). A row with NaN gives its last token and log-prob NaN."""
-    if temperature == 0.0:
+def draw(logits_BV: Tensor, temperature: float | Tensor, uniforms_B: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns (tokens int64 [B], their log-probs float64 [B]). A row with NaN gives its last token and log-prob NaN.
+
+    temperature: a number, or a float64 tensor [] above 0 (a CUDA graph reads it when it is replayed).
+    """
+    if not isinstance(temperature, Tensor) and temperature == 0.0:
         tokens_B = logits_BV.argmax(-1)
         chosen_B = logits_BV.gather(-1, tokens_B[:, None]).squeeze(-1)
         return tokens_B, torch.where(chosen_B.isnan(), torch.nan, 0.0).to(torch.float64)

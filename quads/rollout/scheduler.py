@@ -1,8 +1,7 @@
 """Continuous batching: who waits, who decodes in which slot, and what each response became.
 
-Slots 0 .. size-1 are busy and the rest is free: decoding then works on a dense prefix of the KV cache, without
-gathering. When responses finish, waiting ones take their slots; if none waits, the last busy slots move down into the
-holes.
+Busy slots are the first ones of the KV cache: decoding then works on a prefix of it, without gathering. When responses
+finish, waiting ones take their slots; if none waits, the last busy slots move down into the holes.
 
 Requests are numbered prompt * n + j. They start in that order, a prompt's n responses together so that they share its
 prefill; only a group larger than all slots is split.
@@ -65,54 +64,73 @@ class Groups:
 
 
 class Batch:
-    """The state of each slot, on the device of the model; slots 0 .. size-1 are busy.
+    """What the host knows of each slot; slots 0 .. size-1 are busy, but for the holes among them.
 
-    `token` is the last token drawn (not yet in the cache), `position` the number of cached tokens, `drawn` the number
-    of tokens drawn so far, all int64.
+    `request` is -1 in a free slot, `position` the number of cached tokens, `left` how many tokens may still be drawn,
+    all int64 on the CPU. The host learns late that a response has stopped, so some of its slots may be dead already on
+    the device; a position is then too high by the steps that it has not heard of.
     """
 
-    def __init__(self, num_slots: int, device: torch.device) -> None:
+    def __init__(self, num_slots: int) -> None:
         self.num_slots = num_slots
         self.size = 0
         self.holes: list[int] = []  # slots below `size` whose response has finished
-        self.finished: list[int] = []  # requests that have, since they were last taken
-        self.request, self.token, self.position, self.drawn = torch.zeros(
-            4, num_slots, dtype=torch.int64, device=device
-        )
+        self.request = torch.full((num_slots,), -1)
+        self.position, self.left = torch.zeros(2, num_slots, dtype=torch.int64)
+        self.slot_of: dict[int, int] = {}
+
+    @property
+    def num_busy(self) -> int:
+        return self.size - len(self.holes)
 
     @property
     def num_free(self) -> int:
-        return self.num_slots - self.size + len(self.holes)
+        return self.num_slots - self.num_busy
 
-    def finish(self, slots: list[int]) -> None:
-        """The responses in these slots are complete."""
-        if slots:
-            self.holes += slots
-            self.finished += self.request[slots].tolist()
+    def longest(self) -> int:
+        """Tokens of the longest sequence once the next token is cached."""
+        return int(self.position[: self.size][self.request[: self.size] >= 0].max()) + 1
 
-    def take_finished(self) -> list[int]:
-        """Requests that have finished since the last call."""
-        finished, self.finished = self.finished, []
-        return finished
-
-    def reserve(self, count: int) -> list[int]:
-        """Slots for `count` new requests: holes first, then behind the busy ones."""
-        slots, self.holes = self.holes[:count], self.holes[count:]
-        behind = count - len(slots)
+    def reserve(self, requests: list[int], lengths: list[int], max_new_tokens: int) -> list[int]:
+        """Slots for new requests whose prompts have these lengths: holes first, then behind the busy ones."""
+        slots, self.holes = self.holes[: len(requests)], self.holes[len(requests) :]
+        behind = len(requests) - len(slots)
         slots += range(self.size, self.size + behind)
         self.size += behind
+        self.request[slots] = torch.tensor(requests)
+        self.position[slots] = torch.tensor(lengths)
+        self.left[slots] = max_new_tokens
+        self.slot_of |= dict(zip(requests, slots, strict=True))
         return slots
 
+    def release(self, requests: list[int]) -> None:
+        """These have finished; those whose slots were released before are passed over."""
+        slots = [self.slot_of.pop(request) for request in requests if request in self.slot_of]
+        self.request[slots] = -1
+        self.holes += slots
+
+    def fed(self) -> None:
+        """A step was launched for all busy slots: each caches a token. Its draw is counted by `drew`."""
+        self.position[: self.size] += self.request[: self.size] >= 0
+
+    def drew(self, requests: list[int]) -> None:
+        """One token was drawn, or will be by what was launched, for each of these; full ones leave."""
+        slots = [self.slot_of[request] for request in requests]
+        self.left[slots] -= 1
+        self.release([request for request, left in zip(requests, self.left[slots].tolist(), strict=True) if left <= 0])
+
     def compact(self) -> tuple[list[int], list[int]]:
-        """Fills the holes from the end. Returns (source slots, target slots) whose cache contents must follow."""
-        busy = self.size - len(self.holes)
+        """Fills the holes from the end. Returns (source slots, target slots) whose contents must follow."""
+        busy = self.num_busy
         gone = set(self.holes)
         sources = [slot for slot in range(busy, self.size) if slot not in gone]
         targets = [slot for slot in self.holes if slot < busy]
         self.size, self.holes = busy, []
         if sources:
-            for state in (self.request, self.token, self.position, self.drawn):
+            for state in (self.request, self.position, self.left):
                 state[targets] = state[sources]
+            self.slot_of |= dict(zip(self.request[targets].tolist(), targets, strict=True))
+        self.request[busy:] = -1
         return sources, targets
 
 
@@ -120,20 +138,41 @@ class Batch:
 class SampleLog:
     """Every token drawn, in time order (no work for each token in Python), until its group is complete and leaves.
 
-    Each entry is one step's [B] tensors (routing: [B, L, A], of the token that was fed to draw the next one).
+    `add` takes what a step drew as soon as it has reached the host, and says who has finished. What a response draws
+    after its stop token is ignored.
     """
 
+    total: int  # requests
+    max_new_tokens: int
+    stops: tuple[int, ...]
     requests: list[Tensor] = field(default_factory=list)
     tokens: list[Tensor] = field(default_factory=list)
     logprobs: list[Tensor] = field(default_factory=list)
     fed_requests: list[Tensor] = field(default_factory=list)
-    fed_routing: list[Tensor] = field(default_factory=list)
+    fed_routing: list[Tensor] = field(default_factory=list)  # [B, L, A] a step, of the tokens that were fed
     prompt_routing: dict[int, Tensor] = field(default_factory=dict)  # prompt -> [len(prompt), L, A]
+    left: Tensor = field(init=False)  # int64 [total], tokens that may still come; 0 for who has finished
 
-    def add(self, requests_B: Tensor, tokens_B: Tensor, logprobs_B: Tensor) -> None:
-        self.requests.append(requests_B)
-        self.tokens.append(tokens_B)
-        self.logprobs.append(logprobs_B)
+    def __post_init__(self) -> None:
+        self.left = torch.full((self.total,), self.max_new_tokens)
+        self._stops = torch.tensor(self.stops, dtype=torch.int64)
+
+    def add(self, requests_B: Tensor, results_2B: Tensor, routing_BLA: Tensor | None = None) -> list[int]:
+        """Take down a step; returns the requests that finished in it.
+
+        requests_B: int64, -1 in dead rows. results_2B: float64, tokens and log-probs. routing_BLA: of the fed tokens.
+        """
+        counts_B = (requests_B >= 0) & (self.left[requests_B] > 0)
+        requests = requests_B[counts_B]
+        tokens = results_2B[0, counts_B].to(torch.int64)
+        self.requests.append(requests)
+        self.tokens.append(tokens)
+        self.logprobs.append(results_2B[1, counts_B])
+        if routing_BLA is not None:
+            self.fed_requests.append(torch.where(counts_B, requests_B, -1))
+            self.fed_routing.append(routing_BLA)
+        self.left[requests] = torch.where(torch.isin(tokens, self._stops), 0, self.left[requests] - 1)
+        return requests[self.left[requests] == 0].tolist()
 
     def take(self, prompt: int, n: int, sampling: Sampling, policy_version: int) -> list[Completion]:
         """Remove the n complete responses to a prompt and return them."""
@@ -160,16 +199,17 @@ class SampleLog:
 
 def _take_group(prompt: int, n: int, requests: list[Tensor], *logs: list[Tensor]) -> list[Sequence[Tensor]]:
     """Cut the entries of requests prompt * n .. prompt * n + n - 1 out of logs in time order -> of each log, n tensors
-    on the CPU. What stays is one entry a log."""
+    on the CPU. What stays is one entry a log, without those of dead rows (-1)."""
     everything = torch.cat(requests)
     mine = everything // n == prompt
-    requests[:] = [everything[~mine]]
-    local = everything[mine].cpu() - prompt * n
+    others = ~mine & (everything >= 0)
+    requests[:] = [everything[others]]
+    local = everything[mine] - prompt * n
     order = local.argsort(stable=True)
     counts = local.bincount(minlength=n).tolist()
     taken = []
     for log in logs:
         values = torch.cat(log)
-        log[:] = [values[~mine]]
+        log[:] = [values[others]]
         taken.append(values[mine].cpu()[order].split(counts))
     return taken

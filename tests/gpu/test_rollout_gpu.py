@@ -1,4 +1,6 @@
-"""The native engine on a GPU, in plain torch: responses, gap to the learner, sync in place."""
+"""The native engine on a GPU: responses, gap to the learner, sync in place, CUDA graphs."""
+
+from dataclasses import replace
 
 import pytest
 import torch
@@ -6,6 +8,7 @@ import torch
 from quads.config_sections import RolloutSettings
 from quads.model.attention import PackedContext
 from quads.model.logprobs import token_logprobs
+from quads.quant.recipes import QuantSpec
 from quads.quant.rollout import named_weights
 from quads.rollout.native import NativeEngine
 from quads.rollout.sync import sync
@@ -52,3 +55,41 @@ def test_sync_keeps_addresses() -> None:
     sync(make_learner(PLAIN, seed=5, dtype=torch.bfloat16).cuda(), engine, PLAIN, version=2, verify=True)
     assert [weight.data_ptr() for _, weight in named_weights(engine.model)] == before
     assert engine.policy_version == 2
+
+
+WIDE = replace(CONFIG, hidden_size=128, moe_intermediate_size=64, num_experts=8, head_dim=32)
+GRAPHED = {
+    "bf16": PLAIN,
+    "w4a16": QuantSpec("nvfp4", "bf16", "w4a16"),
+    "w4a4": QuantSpec("nvfp4", "bf16", "w4a4"),
+    "residual, batch": QuantSpec("nvfp4", "bf16", "w4a4_residual", selection="batch"),
+    "residual, token": QuantSpec("nvfp4", "bf16", "w4a4_residual", selection="token", residual_sites=("w13", "qkv")),
+}
+
+
+@pytest.mark.parametrize("spec", GRAPHED.values(), ids=GRAPHED.keys())
+def test_graphs_change_no_bit_and_survive_a_sync(spec: QuantSpec) -> None:
+    prompts = make_prompts(37)
+    engines = []
+    for graphs in (False, True):
+        settings = RolloutSettings(max_batch=32, max_prompt_tokens=16, max_new_tokens=120, cuda_graphs=graphs)
+        lines: list[str] = []
+        engines.append(NativeEngine(WIDE, spec, settings, torch.bfloat16, "cuda", report=lines.append))
+        assert lines[1].startswith("decoding: CUDA graphs" if graphs else "decoding: eager (rollout.cuda_graphs")
+    for seed, (temperature, stops, routes) in enumerate(((1.0, (0, 1), False), (0.7, (), True), (0.0, (0, 1), False))):
+        learner = make_learner(spec, seed, torch.bfloat16, WIDE).cuda()
+        sampling = Sampling(100, temperature, stops)
+        results = []
+        for engine in engines:
+            sync(learner, engine, spec, version=seed, verify=True)
+            results.append(flat(engine.generate(prompts, 1, sampling, list(range(37)), routed_experts=routes)))
+        for eager, graphed in zip(*results, strict=True):
+            assert eager.token_ids == graphed.token_ids and eager.logprobs == graphed.logprobs
+            if routes:
+                assert torch.equal(eager.routed_experts, graphed.routed_experts)
+        if seed == 1:
+            for engine in engines:
+                engine.sleep()
+                engine.wake()
+        else:
+            assert len(engines[1].decoder._captured) > 3 and not engines[0].decoder._captured

@@ -17,7 +17,7 @@ def test_engine_on_a_cpu(recipe: str, dtype: torch.dtype) -> None:
     spec = resolve(QuantSettings(recipe=recipe))
     engine = make_engine(spec, dtype=dtype)
     parts = estimate_memory(CONFIG, spec, ROLLOUT, RLSettings(), dtype, device_type="cpu").parts
-    assert parts["KV cache"] * GIB == engine.cache.k.nbytes + engine.cache.v.nbytes
+    assert parts["KV cache"] * GIB == engine.decoder.cache.k.nbytes + engine.decoder.cache.v.nbytes
     stored = sum(
         sum(part.nbytes for part in getattr(tensor, "parts", {"": tensor}).values())
         for tensor in [*engine.model.parameters(), *engine.model.buffers()]

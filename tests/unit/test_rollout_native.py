@@ -7,6 +7,7 @@ from quads.config_sections import RolloutSettings
 from quads.errors import UserError
 from quads.model.attention import PackedContext, routing
 from quads.quant.recipes import QuantSpec
+from quads.rollout.decode import Decoder, rounded
 from quads.rollout.native import NativeEngine
 from quads.rollout.sync import sync
 from quads.types import Completion, Sampling
@@ -44,6 +45,39 @@ def test_a_response_does_not_depend_on_its_batch(spec: QuantSpec) -> None:
     assert_same(together, backwards)
     for slots in (2, 5):  # more requests than slots: every slot is used several times
         assert_same(together, flat(make_engine(spec, slots).generate(prompts, 1, SAMPLING, seeds)))
+
+
+PADDED = {**PRECISIONS, "w4a4_residual, batch": QuantSpec("nvfp4", "bf16", "w4a4_residual", selection="batch")}
+
+
+@pytest.mark.parametrize("spec", PADDED.values(), ids=PADDED.keys())
+def test_rounded_sizes_and_a_host_that_is_a_step_ahead_change_nothing(
+    spec: QuantSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a GPU does for its graphs, on the CPU: dead rows, a longer window, responses that stop unnoticed."""
+    exact, padded, prompts, seeds = make_engine(spec), make_engine(spec), make_prompts(11), list(range(11))
+    padded.decoder.exact = False
+    steps: list[tuple[int, int]] = []
+    monkeypatch.setattr(
+        padded.decoder, "_step", lambda size: steps.append(size[:2]) or Decoder._step(padded.decoder, size)
+    )
+    expected = flat(exact.generate(prompts, 1, SAMPLING, seeds, routed_experts=True))
+    got = flat(padded.generate(prompts, 1, SAMPLING, seeds, routed_experts=True))
+    assert_same(got, expected)
+    for mine, theirs in zip(got, expected, strict=True):
+        assert mine.routed_experts is not None and theirs.routed_experts is not None
+        assert_bitwise(mine.routed_experts, theirs.routed_experts)
+    assert steps[0][0] == 12 and {window for _, window in steps} == {25} and len({rows for rows, _ in steps}) > 1
+    if spec.selection != "batch" or spec.rollout == "bf16":  # with batch selection it matters who decodes together
+        few = make_engine(spec, slots=3)
+        few.decoder.exact = False
+        assert_same(flat(few.generate(prompts, 1, SAMPLING, seeds)), expected)
+
+
+@pytest.mark.parametrize(("size", "smallest", "expected"), [(1, 1, 1), (3, 1, 3), (5, 1, 6), (7, 1, 8), (70, 64, 128)])
+def test_sizes_are_rounded_up(size: int, smallest: int, expected: int) -> None:
+    assert rounded(size, smallest, 1000) == expected
+    assert rounded(size, smallest, size) == size  # never above what there is
 
 
 def test_batch_selection_shares_channels_by_definition() -> None:
