@@ -3,8 +3,10 @@
 import torch
 from torch import Tensor
 
+from quads.quant import nvfp4
 from quads.quant.kernels_layout import TILE, padded, row_order, untile
-from quads.quant.kernels_repack import repack
+from quads.quant.kernels_pack import quantize, weight_amax
+from quads.quant.kernels_repack import quantize_repack, repack
 
 
 class KernelWeight:
@@ -75,6 +77,49 @@ class KernelWeight:
         else:
             repack(packed, block_scale, self.order, self.words, self.scales)
         self.g.copy_(g.reshape(-1).expand(self.experts))
+        return self
+
+    def quantize_(
+        self,
+        values: Tensor,
+        g: Tensor | None = None,
+        mode: nvfp4.GlobalScaleMode = "pow2",
+        *,
+        gs: Tensor | None = None,
+        expert: int = 0,
+        row: int = 0,
+    ) -> "KernelWeight":
+        """Quantize values and write them in place, codes and scales never lying anywhere else: the fast way into a
+        weight for a sync that ships bf16. One kernel a tensor (two if g is not given: the amax comes first).
+
+        values: bf16 or fp32 [n, K] or [e, n, K]; what is quantized is what is given (cast masters to bf16 first). By
+        default the whole weight; otherwise experts `expert` and following, or, of a matrix, rows `row` (a multiple of
+        128) and following: q, k and v of a fused projection, with the g of their group. g, gs: fp32, one or one an
+        expert, as in `nvfp4.quantize`; of a part it must be given, because g belongs to the whole sharing group.
+
+        Example: `weight.quantize_(q, g, row=0).quantize_(k, g, row=4096).quantize_(v, g, row=4608)`
+        """
+        values = values.view(-1, *values.shape[-2:])
+        count, n, k = values.shape
+        whole = (count, n) == (self.experts, self.n)
+        fits = k == self.k and row + n <= self.n and expert + count <= self.experts and row % TILE == 0
+        if not fits or (n != self.n and (self.swiglu or self.experts > 1)) or (g is None and not whole):
+            raise ValueError(f"values {list(values.shape)} at expert {expert}, row {row} of {list(self.shape)}")
+        if g is None:
+            g, gs = nvfp4.global_scale(weight_amax(values), mode)
+        gs = g.reciprocal() if gs is None else gs
+        g, gs = (each.reshape(-1).expand(count).contiguous() for each in (g, gs))
+        if self.path == "native_fp4":
+            packed, block_scale, _ = quantize(values, g, mode, gs=gs)
+            rows = self._pairs() if self.swiglu else slice(None)
+            self.words[expert : expert + count, row : row + n].copy_(packed[:, rows])
+            self.scales[expert : expert + count, row : row + n].copy_(block_scale.view(torch.uint8)[:, rows])
+        else:
+            order = self.order if n == self.n else self.order[: padded(n)]
+            tiles = slice(row // TILE, row // TILE + order.numel() // TILE)
+            words, scales = (each[expert : expert + count, tiles] for each in (self.words, self.scales))
+            quantize_repack(values, g, gs, order, words, scales)
+        self.g[expert : expert + count].copy_(g)
         return self
 
     def to_packed(self) -> tuple[Tensor, Tensor, Tensor]:

@@ -22,6 +22,13 @@ def test_weight_quantizer(shape, mode):
     check.check_weight_quantizer(shape, mode, "cuda")
 
 
+@pytest.mark.parametrize("mode", ["pow2", "amax"])
+@pytest.mark.parametrize(("shape", "swiglu"), [((130, 48), False), ((16, 1536, 2048), True), ((16, 2048, 768), False)])
+def test_weight_quantized_in_place(shape, swiglu, mode):
+    check.check_quantize_in_place(shape, swiglu, mode, "cuda")
+    check.check_quantize_parts_in_place("cuda")
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("selection", ["batch", "block", "token"])
 @pytest.mark.parametrize(("rows", "k"), [(1, 16), (7, 48), (64, 2064), (300, 2048), (1500, 768), (33, 4096)])

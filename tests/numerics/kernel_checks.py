@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from quads.quant import kernels, nvfp4, residual
-from quads.quant.kernels_layout import activation_order, padded
+from quads.quant.kernels_layout import activation_order, padded, tile
 from quads.quant.kernels_quantize import Compensation, quantize_activations
 
 
@@ -85,6 +85,44 @@ def packed_weight(shape: tuple[int, ...]) -> tuple[Tensor, Tensor, Tensor]:
     w = torch.randn(shape) * torch.randn(*shape[:-1], 1).mul(2).exp()
     w[..., :16] *= 2.0**-14
     return nvfp4.quantize(w, nvfp4.global_scale(nvfp4.finite_amax(w, dim=(-1, -2)))[0])
+
+
+def check_quantize_in_place(shape: tuple[int, ...], swiglu: bool, mode: nvfp4.GlobalScaleMode, device: str) -> None:
+    """Values written straight into a kernel's layout against the same values quantized, packed and loaded."""
+    for dtype in (torch.float32, torch.bfloat16):
+        x = awkward_rows(_numel(shape[:-1]), shape[-1]).view(shape).to(dtype)
+        g, gs = nvfp4.global_scale(nvfp4.finite_amax(x.float(), dim=(-1, -2)), mode)
+        packed, block_scale, _ = nvfp4.quantize(x, g, gs=gs)
+        for path in ("decoded", "native_fp4"):
+            weight = kernels.KernelWeight(shape, path=path, swiglu=swiglu, device=device)
+            places = weight.words.data_ptr(), weight.scales.data_ptr(), weight.g.data_ptr()
+            weight.words.fill_(77)
+            weight.quantize_(x.to(device), mode=mode)
+            got = weight.to_packed()
+            assert torch.equal(got[0].cpu(), packed) and same_bits(got[2].flatten(), g.flatten())
+            assert torch.equal(got[1].cpu().view(torch.uint8), block_scale.view(torch.uint8))
+            assert places == (weight.words.data_ptr(), weight.scales.data_ptr(), weight.g.data_ptr())
+            if path == "decoded":
+                words, scales = tile(
+                    packed.view(-1, *packed.shape[-2:]), block_scale.view(-1, *block_scale.shape[-2:]), swiglu
+                )
+                assert torch.equal(weight.words.cpu(), words) and torch.equal(weight.scales.cpu(), scales)
+
+
+def check_quantize_parts_in_place(device: str) -> None:
+    """Experts one by one, and the rows of a fused projection, give what the whole gives."""
+    x = torch.randn(3, 64, 48).bfloat16().to(device)
+    whole = kernels.KernelWeight(x.shape, swiglu=True, device=device).quantize_(x)
+    parts = kernels.KernelWeight(x.shape, swiglu=True, device=device)
+    for expert in range(3):
+        parts.quantize_(x[expert : expert + 1], whole.g[expert], expert=expert)
+    fused = torch.randn(300, 144).bfloat16().to(device)
+    rows = kernels.KernelWeight(fused.shape, device=device).quantize_(fused)
+    by_rows = kernels.KernelWeight(fused.shape, device=device)
+    by_rows.quantize_(fused[:256], rows.g).quantize_(fused[256:], rows.g, row=256)
+    for one, other in ((whole, parts), (rows, by_rows)):
+        assert torch.equal(one.words, other.words) and torch.equal(one.scales, other.scales)
+        assert torch.equal(one.g, other.g)
 
 
 def operands(

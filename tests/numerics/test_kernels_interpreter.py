@@ -107,6 +107,16 @@ if INTERPRETED:
         native = kernels.KernelWeight.from_packed(packed, scale, g, swiglu=swiglu, path="native_fp4").to_packed()
         assert torch.equal(native[0], packed) and torch.equal(native[1].view(torch.uint8), scale.view(torch.uint8))
 
+    @pytest.mark.parametrize("mode", ["pow2", "amax"])
+    @pytest.mark.parametrize(
+        ("shape", "swiglu"), [((1, 16), False), ((130, 48), False), ((3, 64, 144), True), ((2, 40, 272), False)]
+    )
+    def test_weight_quantized_in_place(shape, swiglu, mode):
+        check.check_quantize_in_place(shape, swiglu, mode, "cpu")
+
+    def test_parts_of_a_weight_quantized_in_place():
+        check.check_quantize_parts_in_place("cpu")
+
     def test_routing_map():
         ids = torch.tensor([[2, 0], [2, 3], [-1, 2], [7, 2], [0, 2]])
         live = torch.tensor([1, 1, 1, 1, 0], dtype=torch.uint8)
