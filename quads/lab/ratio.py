@@ -6,7 +6,8 @@ quantized layers that a token meets, if a kernel skips channels that are not sel
 plain-torch reference or of the Triton kernel, whichever served (named in the JSON).
 
 `--sites w13;w13,w2,qkv,o` compares sets of sites; `--cost 0.14` does so at equal cost: each set at the one ratio whose
-second pass is that share of the multiplications (a set of small matrices that cannot cost so much: at ratio 1).
+second pass is that share of the multiplications (a set of small matrices that cannot cost so much: at ratio 1), and
+writes ratio_cost.json.
 """
 
 import functools
@@ -168,7 +169,8 @@ def main(argv: list[str]) -> None:
         sets.append({"sites": sites.split(","), "rows": measure_ratios(subject, reference, run, ratios)})
     kernel = choose_kernel(subject.cfg.rollout.kernel, subject.device, "w4a4_residual")
     data = {"batch": subject.facts, "kernel": kernel, "sets": sets}
-    path = write_result(args.out, "ratio", provenance("ratio", argv, subject.cfg, [subject.cfg.train.seed]), data)
+    name = "ratio_cost" if args.cost else "ratio"
+    path = write_result(args.out, name, provenance("ratio", argv, subject.cfg, [subject.cfg.train.seed]), data)
     style.save(figure(data), path.with_suffix(".png"))
     print(tables(data))
-    print(f"\nwrote {path} and ratio.png")
+    print(f"\nwrote {path} and {name}.png")

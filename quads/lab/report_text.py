@@ -24,6 +24,8 @@ in the learner. This page measures each claim on one checkpoint: responses are s
 asked for the log-probs of the same tokens.
 """
 
+COLLAPSED = 0.5  # of the best mean reward of some neighbouring steps: what is called a collapse
+
 
 @dataclass(frozen=True)
 class Text:
@@ -39,7 +41,12 @@ def _recipes(data: dict[str, Any]) -> str:
     order = sorted(summary, key=lambda name: -summary[name]["pass_at_1"]["mean"])
     scores = ", ".join(f"{name} {summary[name]['pass_at_1']['mean']:.3f}" for name in order)
     gaps = ", ".join(f"{name} {number(summary[name]['gap_mean']['mean'])}" for name in summary)
-    return f"Held-out score at the end, best first: {scores}. Mean gap during training: {gaps}."
+    text = f"Held-out score at the end, best first: {scores}. Mean gap during training: {gaps}."
+    for name, arm in summary.items():
+        peak, last = (arm.get(key, {}).get("mean") for key in ("reward_peak", "reward_last"))
+        if peak is not None and last < COLLAPSED * peak:
+            text += f" The reward of {name} collapses: from {peak:.3f} at its best to {last:.3f} at the end."
+    return text
 
 
 def _gap(data: dict[str, Any]) -> str:
