@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 import torch
 
-from benchmarks import baselines
+from benchmarks import baselines, vllm_baselines
 from benchmarks.timing import copy_gbps, graph_us, read_gbps
 from benchmarks.tune_kernels import EXPERTS, HIDDEN, TOP_K, WIDTH, weight
 from quads.quant import kernels
@@ -74,13 +74,17 @@ def experts(read: float) -> None:
     shapes = ((EXPERTS, 2 * WIDTH, HIDDEN), (EXPERTS, HIDDEN, WIDTH))
     full = [tuple(torch.randn(s, device="cuda").bfloat16() * 0.02 for s in shapes) for _ in range(2)]
     fp8 = [tuple(baselines.fp8_weight(w) for w in pair) for pair in full]
-    print("\nexpert layer, us (whole layer); ratio = faster FP8 / each")
-    print("  tokens    hit  floor w4     bf16      fp8 fp8 torch " + " ".join(f"{name:>10s}" for name in VARIANTS))
+    print("\nexpert layer, us (whole layer); ratio = fastest FP8 / each, and Marlin / each")
+    others = vllm_baselines.layers(full, fp8)
+    print(
+        "  tokens    hit  floor w4     bf16      fp8 fp8 torch vllm fp8   marlin "
+        + " ".join(f"{name:>10s}" for name in VARIANTS)
+    )
     for tokens in TOKENS:
-        expert_row(tokens, w4, full, fp8, read)
+        expert_row(tokens, w4, full, fp8, others, read)
 
 
-def expert_row(tokens: int, w4: list, full: list, fp8: list, read: float) -> None:
+def expert_row(tokens: int, w4: list, full: list, fp8: list, others: dict[str, list], read: float) -> None:
     repeats = 8 if tokens <= 256 else 4
     span = range(repeats)
     x = [torch.randn(tokens, HIDDEN, device="cuda", dtype=torch.bfloat16) for _ in span]
@@ -103,6 +107,13 @@ def expert_row(tokens: int, w4: list, full: list, fp8: list, read: float) -> Non
     configs = {(bm, config): fp8_calls(bm, config) for bm in bms for config in baselines.FP8_CONFIGS}
     native, which = fastest(configs)
 
+    ids32, gates32 = [i.int() for i in ids], [g.float() for g in gates]
+    stock = {
+        name: fastest({0: [lambda i=i, each=each: each[i % 2](x[i], ids32[i], gates32[i]) for i in span]})[0]
+        for name, each in others.items()
+    }
+    marlin, vllm_fp8 = stock.get("marlin", float("nan")), stock.get("vllm fp8", float("nan"))
+
     def w4_us(precision, selection):
         return graph_us(
             [
@@ -112,12 +123,14 @@ def expert_row(tokens: int, w4: list, full: list, fp8: list, read: float) -> Non
         )
 
     row = [w4_us(*variant) for variant in VARIANTS.values()]
-    baseline = native if grouped != grouped else min(native, grouped)
+    baseline = min(us for us in (native, grouped, vllm_fp8) if us == us)
     print(
-        f"{tokens:8d} {hit:6.1f} {floor:9.1f} {bf16:8.1f} {native:8.1f} {grouped:9.1f} "
+        f"{tokens:8d} {hit:6.1f} {floor:9.1f} {bf16:8.1f} {native:8.1f} {grouped:9.1f} {vllm_fp8:8.1f} {marlin:8.1f} "
         + " ".join(f"{us:10.1f}" for us in row)
         + "   ratio "
         + " ".join(f"{baseline / us:.2f}" for us in row)
+        + "   marlin "
+        + " ".join(f"{marlin / us:.2f}" for us in row)
         + f"   fp8 bm, (bn, bk, stages, warps): {which}",
         flush=True,
     )
