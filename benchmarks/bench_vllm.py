@@ -2,24 +2,32 @@
 weights.
 
     python benchmarks/bench_vllm.py [--engines fp8,w4a4,w4a4_residual] [--batches 16,64,256] [--new-tokens 200]
-                                    [--rounds 2] [--arch moe25b_a3b] [--markdown FILE]
+                                    [--rounds 2] [--arch moe25b_a3b] [--together 3] [--seeded] [--profile FOLDER]
+                                    [--markdown FILE]
 
 Every engine runs in a process of its own: `bf16`, `fp8` (vLLM's online quantization), `nvfp4` (vLLM's own choice of
-kernel: Marlin on Hopper), and w4a16, w4a4, w4a4_residual of the plugin. Prompts are random tokens, responses have a
-fixed length, prefix caching is off, one warm-up of each batch size is not counted. For the plugin's engines a sync is
-timed too: all weights as bf16 tensors on the GPU, quantized and written in place. Prints one JSON object a
-measurement.
+kernel: Marlin on Hopper), and w4a16, w4a4, w4a4_residual of the plugin. Up to `together` of them start at the same time
+and share the GPU's memory; a lock lets one measure at a time, while the others wait with an idle GPU.
+
+Equal work: router, embeddings and norms hold the same values in every engine (vLLM's dummy values), so tokens meet
+the same number of experts; the plugin's matrices are synced with values of the same range. Prompts are random tokens,
+responses have a fixed length, prefix caching is off, one warm-up of each batch size is not counted. For the plugin's
+engines a sync is timed too: all weights as bf16 tensors on the GPU, quantized and written in place. Prints one JSON
+object a measurement.
 """
 
 import argparse
+import fcntl
 import json
 import os
 import platform
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -39,12 +47,14 @@ NVFP4_CONFIG = {
     "group_size": 16,
     "ignore": ["lm_head", "*.mlp.gate"],
 }
+WARM_UP_TOKENS = 200
+PROFILED_STEPS = 4  # new tokens of a profiled run
 
 
-def engine_arguments(engine: str) -> dict[str, Any]:
+def engine_arguments(engine: str, selection: str) -> dict[str, Any]:
     """What tells vLLM the precision."""
     if engine in PLUGIN:
-        options = PluginOptions(precision=engine, targets=("experts", "attention"))
+        options = PluginOptions(precision=engine, targets=("experts", "attention"), residual_selection=selection)  # pyright: ignore[reportArgumentType]
         return {"quantization": "quads", "hf_overrides": {"quantization_config": options.to_dict()}}
     if engine == "fp8":
         return {"quantization": "fp8"}
@@ -52,25 +62,42 @@ def engine_arguments(engine: str) -> dict[str, Any]:
 
 
 def bf16_weights(config: ModelConfig) -> Iterator[tuple[str, Tensor]]:
-    """Every parameter once. Tensors of one shape share a few random values, so that memory holds one layer's worth."""
+    """Every parameter once, with the values that vLLM's dummy loader gives a parameter of that size. Tensors of one
+    shape share them, so that memory holds one layer's worth."""
+    from vllm.model_executor.model_loader.weight_utils import initialize_single_dummy_weight
+
     values: dict[torch.Size, Tensor] = {}
     for name, shape in parameter_shapes(config).items():
         if shape not in values:
-            scale = 0.02 if len(shape) > 1 else 1.0
-            values[shape] = torch.randn(shape, dtype=torch.bfloat16, device="cuda") * scale
+            values[shape] = torch.empty(shape, dtype=torch.bfloat16, device="cuda")
+            initialize_single_dummy_weight(values[shape])
         yield name, values[shape]
+
+
+@contextmanager
+def turn(lock: str) -> Iterator[None]:
+    """Wait until no other engine measures."""
+    if not lock:
+        yield
+        return
+    with Path(lock).open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 def run_engine(arguments: argparse.Namespace) -> None:
     """In a process of its own: build, sync if it can, measure."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    from vllm import LLM, SamplingParams
+    from vllm import LLM
 
+    from quads.rollout.vllm_lifecycle import skip_model_inspection
     from quads.rollout.vllm_plugin import register
 
     register()
+    skip_model_inspection()
     config, engine = ARCHITECTURES[arguments.arch], arguments.engine
     batches = [int(b) for b in arguments.batches.split(",")]
+    longest = arguments.prompt_tokens + arguments.new_tokens
     start = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         llm = LLM(
@@ -78,41 +105,84 @@ def run_engine(arguments: argparse.Namespace) -> None:
             load_format="dummy",
             skip_tokenizer_init=True,
             dtype="bfloat16",
-            max_model_len=arguments.prompt_tokens + arguments.new_tokens,
+            max_model_len=longest,
             max_num_seqs=max(batches),
-            max_num_batched_tokens=max(8192, arguments.prompt_tokens + arguments.new_tokens),
+            max_num_batched_tokens=max(8192, longest),
             enable_prefix_caching=False,
-            gpu_memory_utilization=0.9,
+            kv_cache_memory_bytes=kv_bytes(config, max(batches), longest),
+            gpu_memory_utilization=0.01,
             disable_log_stats=True,
             logprobs_mode="processed_logprobs",
-            compilation_config={"cudagraph_capture_sizes": sorted({1, 2, 4, 8, *batches})},
-            **engine_arguments(engine),
+            compilation_config={"cudagraph_capture_sizes": sorted(batches)},
+            **engine_arguments(engine, arguments.selection),
         )
-    common = {"engine": engine, "arch": arguments.arch}
-    print(json.dumps({**common, "start_s": round(time.perf_counter() - start, 1)}), flush=True)
-    if engine in PLUGIN:
-        (config_of_engine,) = llm.apply_model(lambda model: model.quant_config)
-        print(config_of_engine.banner(), flush=True)
-        for _ in range(2):
-            print(json.dumps({**common, **measure_sync(llm, config)}), flush=True)
-    generator = torch.Generator().manual_seed(0)
-    for round_number in range(arguments.rounds + 1):
-        for batch in batches:
-            prompts = torch.randint(
-                0, config.vocab_size, (batch, arguments.prompt_tokens), generator=generator
-            ).tolist()
-            params = [
-                SamplingParams(max_tokens=arguments.new_tokens, ignore_eos=True, detokenize=False, seed=i, logprobs=0)
-                for i in range(batch)
-            ]
-            torch.cuda.synchronize()
-            start = time.perf_counter()
-            llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
-            seconds = time.perf_counter() - start
-            if round_number:
-                rate = round(batch * arguments.new_tokens / seconds)
-                row = {**common, "round": round_number, "sequences": batch, "tokens_per_s": rate}
-                print(json.dumps(row), flush=True)
+    show(arguments, start_s=round(time.perf_counter() - start, 1))
+    with turn(arguments.lock):
+        if engine in PLUGIN:
+            (quant_config,) = llm.apply_model(lambda model: model.quant_config)
+            print(quant_config.banner(), flush=True)
+            for _ in range(2):
+                show(arguments, **measure_sync(llm, config))
+        generator = torch.Generator().manual_seed(0)
+        for round_number in range(arguments.rounds + 1 + arguments.seeded):
+            for batch in batches:
+                seeded = arguments.seeded and round_number == arguments.rounds + 1
+                new = arguments.new_tokens if round_number else min(arguments.new_tokens, WARM_UP_TOKENS)
+                seconds = generate(llm, arguments, config, generator, batch, new, seeded)
+                if round_number:
+                    key = "seeded_tokens_per_s" if seeded else "tokens_per_s"
+                    rate = round(batch * arguments.new_tokens / seconds)
+                    show(arguments, round=round_number, sequences=batch, **{key: rate})
+        if arguments.profile:
+            for batch in batches:
+                profile(llm, arguments, config, generator, batch)
+
+
+def kv_bytes(config: ModelConfig, batch: int, longest: int) -> int:
+    """Room for `batch` sequences of `longest` tokens in blocks of 16, and a block more each."""
+    token = 2 * config.num_layers * config.num_kv_heads * config.head_dim * 2
+    return token * batch * (longest + 32) + (64 << 20)
+
+
+def generate(
+    llm: Any,
+    arguments: argparse.Namespace,
+    config: ModelConfig,
+    generator: torch.Generator,
+    batch: int,
+    new: int,
+    seeded: bool = False,
+) -> float:
+    """Seconds that `batch` responses of `new` tokens take."""
+    from vllm import SamplingParams
+
+    shape = batch, arguments.prompt_tokens
+    prompts = torch.randint(0, config.vocab_size, shape, generator=generator).tolist()
+    params = [
+        SamplingParams(max_tokens=new, ignore_eos=True, detokenize=False, seed=i if seeded else None, logprobs=0)
+        for i in range(batch)
+    ]
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
+    return time.perf_counter() - start
+
+
+def profile(
+    llm: Any, arguments: argparse.Namespace, config: ModelConfig, generator: torch.Generator, batch: int
+) -> None:
+    """Writes what the GPU did while `batch` sequences made a few tokens: the kernels by total time."""
+    activities = [torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as profiler:
+        seconds = generate(llm, arguments, config, generator, batch, PROFILED_STEPS)
+    table = profiler.key_averages().table(sort_by="self_cuda_time_total", row_limit=40, max_name_column_width=70)
+    Path(arguments.profile).mkdir(parents=True, exist_ok=True)
+    path = Path(arguments.profile) / f"{arguments.engine}_{batch}.txt"
+    path.write_text(f"{PROFILED_STEPS} tokens, {seconds:.4f} s with prefill\n{table}\n")
+
+
+def show(arguments: argparse.Namespace, **values: Any) -> None:
+    print(json.dumps({"engine": arguments.engine, "arch": arguments.arch, **values}), flush=True)
 
 
 def measure_sync(llm: Any, config: ModelConfig) -> dict[str, float]:
@@ -127,11 +197,11 @@ def measure_sync(llm: Any, config: ModelConfig) -> dict[str, float]:
     torch.cuda.synchronize()
     seconds = time.perf_counter() - start
     extra = (torch.cuda.max_memory_allocated() - before) / 2**30
-    return {"sync_s": round(seconds, 2), "sync_extra_gib": round(extra, 2)}
+    return {"sync_s": round(seconds, 3), "sync_extra_gib": round(extra, 2)}
 
 
 def report(rows: list[dict[str, Any]], arguments: argparse.Namespace) -> str:
-    """The measurements as a Markdown table, best of the rounds."""
+    """The measurements as a Markdown table, every round."""
     batches = arguments.batches.split(",")
     sizes = f"prompts of {arguments.prompt_tokens} tokens, {arguments.new_tokens} new tokens"
     where = f"{torch.cuda.get_device_name()}, torch {torch.__version__}, Python {platform.python_version()}"
@@ -139,17 +209,20 @@ def report(rows: list[dict[str, Any]], arguments: argparse.Namespace) -> str:
         f"`{arguments.arch}`, random weights, {sizes}; {where}, commit {commit()}.",
         f"Tokens/s of each of {arguments.rounds} rounds. `{' '.join(sys.argv)}`",
         "",
-        "| engine | " + " | ".join(f"{b} sequences" for b in batches) + " | sync s | sync extra GiB |",
-        "| --- |" + " --- |" * (len(batches) + 2),
+        "| engine | " + " | ".join(f"{b} sequences" for b in batches) + " | sync s | sync extra GiB | start s |",
+        "| --- |" + " --- |" * (len(batches) + 3),
     ]
     for engine in arguments.engines.split(","):
         mine = [row for row in rows if row["engine"] == engine]
         rates = [
-            " / ".join(str(row["tokens_per_s"]) for row in mine if row.get("sequences") == int(batch))
+            " / ".join(
+                str(row["tokens_per_s"]) for row in mine if row.get("sequences") == int(batch) and "tokens_per_s" in row
+            )
             for batch in batches
         ]
         sync = next((row for row in reversed(mine) if "sync_s" in row), {"sync_s": "", "sync_extra_gib": ""})
-        lines.append(f"| {engine} | {' | '.join(rates)} | {sync['sync_s']} | {sync['sync_extra_gib']} |")
+        start = next((row["start_s"] for row in mine if "start_s" in row), "failed")
+        lines.append(f"| {engine} | {' | '.join(rates)} | {sync['sync_s']} | {sync['sync_extra_gib']} | {start} |")
     return "\n".join(lines)
 
 
@@ -158,29 +231,49 @@ def commit() -> str:
     return result.stdout.strip() or "unknown"
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--engines", default="fp8,w4a4,w4a4_residual")
-    parser.add_argument("--engine", default="", help=argparse.SUPPRESS)
-    parser.add_argument("--batches", default="16,64,256")
-    parser.add_argument("--prompt-tokens", type=int, default=128)
-    parser.add_argument("--new-tokens", type=int, default=200)
-    parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--arch", default="moe25b_a3b")
-    parser.add_argument("--markdown", type=Path, default=None)
-    arguments = parser.parse_args()
-    if arguments.engine:
-        run_engine(arguments)
-        return
-    rows: list[dict[str, Any]] = []
-    for engine in arguments.engines.split(","):
-        command = [sys.executable, __file__, *sys.argv[1:], "--engine", engine]
+def run_group(engines: list[str], lock: str, rows: list[dict[str, Any]]) -> None:
+    """A process for each of `engines`, all at once; their lines are printed as they come."""
+
+    def follow(engine: str) -> None:
+        command = [sys.executable, __file__, *sys.argv[1:], "--engine", engine, "--lock", lock]
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
             assert process.stdout is not None
             for line in process.stdout:
                 print(line, end="", flush=True)
                 if line.startswith("{"):
                     rows.append(json.loads(line))
+
+    threads = [threading.Thread(target=follow, args=(engine,)) for engine in engines]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--engines", default="fp8,w4a4,w4a4_residual")
+    parser.add_argument("--engine", default="", help=argparse.SUPPRESS)
+    parser.add_argument("--lock", default="", help=argparse.SUPPRESS)
+    parser.add_argument("--batches", default="16,64,256")
+    parser.add_argument("--prompt-tokens", type=int, default=128)
+    parser.add_argument("--new-tokens", type=int, default=200)
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--arch", default="moe25b_a3b")
+    parser.add_argument("--selection", default="batch", help="of residual channels: batch, block, token")
+    parser.add_argument("--together", type=int, default=1, help="engines that start at the same time")
+    parser.add_argument("--seeded", action="store_true", help="a further round with a seed for each request")
+    parser.add_argument("--profile", default="", help="folder for a table of GPU kernels of each engine and batch")
+    parser.add_argument("--markdown", type=Path, default=None)
+    arguments = parser.parse_args()
+    if arguments.engine:
+        run_engine(arguments)
+        return
+    rows: list[dict[str, Any]] = []
+    engines = arguments.engines.split(",")
+    with tempfile.TemporaryDirectory() as folder:
+        for first in range(0, len(engines), arguments.together):
+            run_group(engines[first : first + arguments.together], str(Path(folder) / "lock"), rows)
     table = report(rows, arguments)
     print(table)
     if arguments.markdown:

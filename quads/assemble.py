@@ -13,6 +13,7 @@ import torch
 
 from quads.checkpoint import find_checkpoint, load_model_weights
 from quads.config import Config
+from quads.config_sections import RolloutSettings
 from quads.distributed import Distributed, derive_seed
 from quads.errors import UserError
 from quads.memory import MemoryEstimate, check_memory, estimate_memory, format_estimate
@@ -126,7 +127,7 @@ def build_parts(cfg: Config, world: Distributed, checkpoint: str = "") -> Parts 
         HFCheckpoint(cfg.model.path, model_config)  # reads the files' headers alone
     if cfg.checkpoint.resume not in ("", "latest"):
         find_checkpoint(Path(cfg.checkpoint.resume))
-    check_engine(cfg.rollout.engine)
+    check_engine(cfg.rollout)
     if cfg.eval.every and not task.eval_set(1):
         raise UserError("[eval] every is set but no source has test rows; raise its eval_rows, or set every = 0")
     if cfg.dry_run:
@@ -173,9 +174,14 @@ def check_vocabulary(tokenizer: Tokenizer, model_config: ModelConfig) -> None:
         )
 
 
-def check_engine(engine: str) -> None:
+def check_engine(rollout: RolloutSettings) -> None:
     """Importing vLLM takes long, so this only looks for it."""
-    if engine == "vllm" and importlib.util.find_spec("vllm") is None:
+    if rollout.tensor_parallel > 1 and rollout.engine != "vllm":
+        raise UserError(
+            f"[rollout] tensor_parallel = {rollout.tensor_parallel} needs engine = 'vllm'; each process of the "
+            "native engine holds all weights"
+        )
+    if rollout.engine == "vllm" and importlib.util.find_spec("vllm") is None:
         raise UserError("[rollout] engine = 'vllm' needs the extra: pip install -e '.[vllm]'; 'native' needs nothing")
 
 

@@ -117,8 +117,8 @@ def estimate_memory(
         ),
         "activations": float(tokens * compute * activation_elements(config, parallel.activation_checkpointing)),
         "logits": float(min(LOGITS_CHUNK, tokens) * config.vocab_size * LOGITS_BYTES),
-        "engine weights": engine_weight * targeted + compute * (total - targeted),
-        "KV cache": float(kv_cache_bytes(config, rollout.max_batch, slot_length, cached)),
+        "engine weights": (engine_weight * targeted + compute * (total - targeted)) / rollout.tensor_parallel,
+        "KV cache": float(kv_cache_bytes(config, rollout.max_batch, slot_length, cached)) / rollout.tensor_parallel,
     }
     if rollout.engine == "vllm" and rollout.gpu_memory_gib:
         sizes["KV cache"] = rollout.gpu_memory_gib * GIB

@@ -119,8 +119,8 @@ class QuadsConfig(QuantizationConfig):
         return self._live_M
 
     def set_num_live(self, count: int) -> None:
-        """Called before each forward of `count` tokens."""
-        if self._live_M is not None:
+        """Called before each step of `count` tokens; a step without any runs no forward."""
+        if count and self._live_M is not None:
             self._live_M[:count] = True
             self._live_M[count:] = False
 

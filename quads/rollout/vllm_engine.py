@@ -11,7 +11,7 @@ in the native engine, the numbers may move in the last bits with the composition
 do.
 
 The trainer's process group, if there is one, must exist before the engine. Making and closing engines is collective
-over its ranks, generating is not.
+over its ranks; generating is not, but for the ranks of one tensor-parallel group (vllm_groups.py).
 """
 
 # pyright: reportMissingImports=false
@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from quads.config_sections import RolloutSettings
@@ -34,7 +35,7 @@ from quads.quant.recipes import QuantSpec
 from quads.rollout.engine import OnGroup, check_request, ignore
 from quads.rollout.vllm_folder import write_model_folder
 from quads.rollout.vllm_inspect import checksums, forget_waiting, track_plain_parameters
-from quads.rollout.vllm_lifecycle import close, guest, untouched_rng
+from quads.rollout.vllm_lifecycle import close, free_memory, guest, skip_model_inspection, untouched_rng
 from quads.rollout.vllm_options import PluginOptions
 from quads.rollout.vllm_plugin import register
 from quads.types import Completion, Sampling
@@ -100,10 +101,19 @@ class VLLMEngine:
             "enable_sleep_mode": device.type == "cuda",
             "enable_return_routed_experts": self._returns_routing,
         }
+        if not arguments["enforce_eager"]:
+            arguments["compilation_config"] = {"cudagraph_capture_sizes": graph_sizes(rollout.max_batch)}
+        self._in_group = rollout.tensor_parallel > 1
+        if self._in_group:
+            check_tensor_parallel(
+                rollout.tensor_parallel, model_config, dist.get_world_size() if self._keep_group else 1
+            )
+            arguments["tensor_parallel_size"] = rollout.tensor_parallel
         if self._keep_group:
             arguments["distributed_executor_backend"] = "external_launcher"  # this process is rank RANK of the group
         with guest():
             register()
+            skip_model_inspection()
             if device.type == "cpu":
                 check_cpu_attention(model_config.head_dim)
             refuse_second_engine()
@@ -133,7 +143,15 @@ class VLLMEngine:
         routed_experts: bool = False,
         on_group: OnGroup = ignore,
     ) -> list[list[Completion]]:
-        """`n` completions of each prompt, as in the protocol. seeds: one for each of len(prompts) * n requests."""
+        """`n` completions of each prompt, as in the protocol. seeds: one for each of len(prompts) * n requests.
+
+        Collective over the ranks of a tensor-parallel group, each with prompts of its own.
+        """
+        mine = range(len(prompts))
+        if self._in_group:
+            from quads.rollout.vllm_groups import gather_requests
+
+            prompts, seeds, mine = gather_requests(prompts, n, sampling, seeds)
         self._check(prompts, n, seeds, sampling, routed_experts)
         if not prompts:
             return []
@@ -161,9 +179,9 @@ class VLLMEngine:
                 for output in self._llm.llm_engine.step():
                     prompt, j = divmod(int(output.request_id), n)
                     done[prompt][j] = self._completion(output.outputs[0], sampling.temperature == 0)
-                    if len(done[prompt]) == n:
-                        on_group(prompt, in_order(done[prompt]))
-        return [in_order(group) for group in done.values()]
+                    if len(done[prompt]) == n and prompt in mine:
+                        on_group(prompt - mine.start, in_order(done[prompt]))
+        return [in_order(done[prompt]) for prompt in mine]
 
     def _check(
         self, prompts: list[list[int]], n: int, seeds: list[int], sampling: Sampling, routed_experts: bool
@@ -239,8 +257,11 @@ class VLLMEngine:
     def close(self) -> None:
         """Shut vLLM down and free its memory; the trainer's process groups live on. Collective over the ranks."""
         if self._llm is not None:
-            close(self._llm, self._keep_group)
-            self._llm = self._quant = None
+            self.wake()  # vLLM's allocator cannot free memory that is not mapped
+            llm, self._llm, self._quant = self._llm, None, None
+            close(llm, self._keep_group)
+            del llm
+            free_memory()
             self._complete = False
             self._folder.cleanup()
 
@@ -253,10 +274,36 @@ def kv_cache_bytes(config: ModelConfig, rollout: RolloutSettings, dtype: torch.d
     """Bytes of KV cache: rollout.gpu_memory_gib, or room for max_batch sequences of full length."""
     if rollout.gpu_memory_gib > 0:
         return int(rollout.gpu_memory_gib * GIB)
-    token = 2 * config.num_layers * config.num_kv_heads * config.head_dim * dtype.itemsize
+    heads = max(config.num_kv_heads // rollout.tensor_parallel, 1)
+    token = 2 * config.num_layers * heads * config.head_dim * dtype.itemsize
     longest = rollout.max_prompt_tokens + rollout.max_new_tokens
     block = 128  # the largest block size vLLM chooses by itself; each sequence may leave one unfinished
     return token * (rollout.max_batch * (-(-longest // block) + 1) + 1) * block
+
+
+def graph_sizes(max_batch: int) -> list[int]:
+    """Batch sizes to capture CUDA graphs for, up to max_batch; a decode step runs the next larger one, and its padding
+    rows read no expert weights. vLLM's own list has three times as many, each captured at the start.
+    """
+    sizes = [1, 2, 4, 8, 16, *range(32, 256, 32), *range(256, max_batch + 256, 128)]
+    return [*(size for size in sizes if size < max_batch), max_batch]
+
+
+def check_tensor_parallel(size: int, config: ModelConfig, num_processes: int) -> None:
+    """Raises UserError where `size` ranks cannot share a model of this shape, naming what can."""
+    fix = "change rollout.tensor_parallel"
+    if num_processes % size:
+        raise UserError(
+            f"rollout.tensor_parallel = {size} needs a multiple of {size} processes, not {num_processes}; "
+            f"start them with torchrun, or {fix}"
+        )
+    heads, kv_heads = config.num_heads, config.num_kv_heads
+    if heads % size or (kv_heads % size and size % kv_heads):
+        raise UserError(
+            f"rollout.tensor_parallel = {size} does not divide {heads} attention heads and {kv_heads} KV heads; {fix}"
+        )
+    if config.moe_intermediate_size % size or (config.num_heads * config.head_dim) % size:
+        raise UserError(f"rollout.tensor_parallel = {size} does not divide the model's widths; {fix}")
 
 
 def refuse_second_engine() -> None:

@@ -59,6 +59,8 @@ class Experts(FusedMoEMethodBase):
             site = self.config.make_site(name, spec, shape, parts, params_dtype)
             for suffix, param in site.parameters().items():
                 layer.register_parameter(f"{site_name}_weight{suffix}", param)
+            for suffix, buffer in site.buffers().items():
+                layer.register_buffer(f"{site_name}_weight{suffix}", buffer, persistent=False)
             getattr(layer, f"{site_name}_weight").weight_loader = MethodType(_load_expert, layer)
             layer.quads_sites[site_name] = site
             self.config.ledger.expect(name, ((shard, e) for e in range(num_experts) for shard in parts))

@@ -8,13 +8,20 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from vllm.model_executor.layers.linear import MergedColumnParallelLinear, QKVParallelLinear
+from vllm.model_executor.layers.linear import (
+    LinearBase,
+    MergedColumnParallelLinear,
+    QKVParallelLinear,
+    RowParallelLinear,
+)
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 
 from quads.quant.tensor import NVFP4Tensor
 from quads.rollout.sync import checksum
+from quads.rollout.vllm_groups import assemble, assemble_rows
 from quads.rollout.vllm_ledger import LoadLedger, Piece
+from quads.rollout.vllm_linear import linear_parts
 from quads.rollout.vllm_site import Site
 
 QKV_NAMES = ("q_proj", "k_proj", "v_proj")
@@ -70,8 +77,8 @@ def _sites(module: nn.Module) -> dict[str, Site]:
 
 
 def checkpoint_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """(Hugging Face name, tensor or packed tensor) of every weight the model holds, experts fused. One rank holds all
-    of it.
+    """(Hugging Face name, tensor or packed tensor) of every weight of the model, experts fused. Collective over the
+    ranks of a tensor-parallel group, each of which gets whole tensors.
 
     Packed matrices are copies or views; what they hold is the bytes that a sync brings.
     """
@@ -79,13 +86,16 @@ def checkpoint_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
         for site_name, site in _sites(module).items():
             name = prefix.removesuffix(".routed_experts")
             name = f"{name}.{'gate_up_proj' if site_name == 'w13' else 'down_proj'}" if site_name else f"{name}.weight"
-            yield from _split(name, site.checkpoint(), [part.num_rows for part in site.parts.values()], bool(site_name))
+            yield from _split(name, *assemble(site.checkpoint(), site.parts), bool(site_name))
     for name, module, param in _plain_parameters(model):
         param = param.detach()
         if isinstance(module, VocabParallelEmbedding):  # vLLM pads the vocabulary
-            yield name, param[: module.org_vocab_size]
-        elif isinstance(module, QKVParallelLinear | MergedColumnParallelLinear):
-            yield from _split(name, param, list(module.output_sizes), False)
+            yield name, assemble_rows(param)[: module.org_vocab_size]
+        elif isinstance(module, LinearBase) and not (param.dim() == 1 and isinstance(module, RowParallelLinear)):
+            matrix = param if param.dim() == 2 else param.unsqueeze(1)  # a bias is cut like the rows
+            sizes = getattr(module, "output_partition_sizes", [len(param)])
+            whole, rows = assemble(matrix, linear_parts(module, sizes, matrix.shape[1]))
+            yield from _split(name, whole if param.dim() == 2 else whole.squeeze(1), rows, False)
         else:
             yield name, param
 

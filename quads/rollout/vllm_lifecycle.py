@@ -59,7 +59,7 @@ def guest() -> Iterator[None]:
 
 
 def close(llm: Any, keep_default_group: bool) -> None:
-    """Shut the engine behind a `vllm.LLM` down and free its memory.
+    """Shut the engine behind a `vllm.LLM` down; its memory is free once the caller has let go of it.
 
     keep_default_group: the default process group was the trainer's before the engine came: only vLLM's groups are
     destroyed. Groups are shared by all ranks, so all ranks close together.
@@ -76,9 +76,21 @@ def close(llm: Any, keep_default_group: bool) -> None:
         client.engine_core.shutdown()
     finally:
         core.cleanup_dist_env_and_memory = cleanup
+
+
+def free_memory() -> None:
+    """After the last reference to a closed engine is gone: weights and KV cache go back to the GPU."""
     gc.collect()
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()
+
+
+def skip_model_inspection() -> None:
+    """vLLM imports an unknown model class in a process of its own to look at it: ten seconds. This one is known."""
+    from vllm.model_executor.models.qwen3_moe import Qwen3MoeForCausalLM
+    from vllm.model_executor.models.registry import ModelRegistry
+
+    ModelRegistry.register_model("Qwen3MoeForCausalLM", Qwen3MoeForCausalLM)
 
 
 def _forget_own_groups(*_: Any, **__: Any) -> None:

@@ -83,6 +83,8 @@ class PackedLinear(LinearMethodBase):
         layer.quads_site = self.config.make_site(name, self.spec, shape, parts, params_dtype)
         for suffix, param in layer.quads_site.parameters().items():
             layer.register_parameter("weight" + suffix, param)
+        for suffix, buffer in layer.quads_site.buffers().items():
+            layer.register_buffer("weight" + suffix, buffer, persistent=False)
         layer.register_buffer("quads_live", self.config.live_mask(), persistent=False)
         layer.weight.weight_loader = MethodType(_load_weight, layer)
         layer.load_weights = MethodType(_load_weights, layer)

@@ -33,6 +33,8 @@ class Site(Protocol):
 
     def parameters(self) -> dict[str, nn.Parameter]: ...
 
+    def buffers(self) -> dict[str, Tensor]: ...
+
     def checkpoint(self) -> Tensor: ...
 
     def forget(self) -> None: ...
@@ -67,6 +69,10 @@ class ReferenceSite:
             return {"": self.stored}  # pyright: ignore[reportReturnType]
         parts = self.stored.packed, self.stored.block_scale, self.stored.global_scale
         return dict(zip(("", "_scale", "_global_scale"), parts, strict=True))  # pyright: ignore[reportReturnType]
+
+    def buffers(self) -> dict[str, Tensor]:
+        """Tensors that no load writes and that must outlive `sleep`: none here."""
+        return {}
 
     def write(self, experts: slice, packed: Tensor, block_scale: Tensor, g: Tensor) -> None:
         """Overwrite `experts` in place: packed [e, N, K/2], block_scale [e, N, K/16], g [e] (e = 1: a linear layer)."""

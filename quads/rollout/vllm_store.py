@@ -89,6 +89,8 @@ class GroupLoader:
         packed = [t for t in tensors if isinstance(t, NVFP4Tensor)]
         if packed and len(packed) < len(tensors):
             raise UserError(f"{self._name}: some matrices of one sharing group are packed, others are not")
+        if len(tensors) == 1 and _is_whole(tensors[0], parts):
+            parts = [Part(0, 0, *tensors[0].shape[-2:])]  # one pass, and no copies of its parts
         sources = tensors * len(parts) if len(tensors) == 1 else tensors
         pieces = list(zip(parts, sources, strict=True))
         if packed:
@@ -101,8 +103,9 @@ class GroupLoader:
             quantized = [
                 operators.quantize(part.of(t).to(torch.bfloat16), g, self._mode, gs=gs)[:2] for part, t in pieces
             ]
-        codes = torch.cat([codes for codes, _ in quantized], dim=-2)
-        scales = torch.cat([scales.view(torch.uint8) for _, scales in quantized], dim=-2)
+        codes = torch.cat([codes for codes, _ in quantized], dim=-2) if len(quantized) > 1 else quantized[0][0]
+        scales = [scales.view(torch.uint8) for _, scales in quantized]
+        scales = torch.cat(scales, dim=-2) if len(scales) > 1 else scales[0]
         if codes.dim() == 2:
             codes, scales = codes.unsqueeze(0), scales.unsqueeze(0)
         self._write(slice(first, first + codes.shape[0]), codes, scales.view(torch.float8_e4m3fn), g.reshape(-1))
@@ -112,6 +115,14 @@ class GroupLoader:
         if any(not torch.equal(scales[0], other) for other in scales[1:]):
             raise UserError(f"{self._name}: matrices of one sharing group were packed with different global scales")
         return scales[0]
+
+
+def _is_whole(tensor: Tensor, parts: list[Part]) -> bool:
+    """`parts` are all of `tensor` [..., N, K], in row order: no other rank holds any of it."""
+    starts = itertools.accumulate((part.num_rows for part in parts), initial=0)
+    in_order = all(part.row == start for part, start in zip(parts, starts, strict=False))
+    sizes = sum(part.num_rows for part in parts), parts[0].num_columns
+    return in_order and sizes == tuple(tensor.shape[-2:])
 
 
 def _operators(device: torch.device) -> ModuleType:

@@ -56,6 +56,11 @@ class TritonSite:
         weight = self.weight
         return {"": weight.words, "_scale": weight.scales, "_global_scale": weight.g}  # pyright: ignore
 
+    def buffers(self) -> dict[str, Tensor]:
+        """Tensors that no load writes. vLLM drops all memory of a sleeping model but what a module holds as buffer."""
+        order = getattr(self.weight, "order", None)
+        return {} if order is None else {"_order": order}
+
     def write(self, experts: slice, packed: Tensor, block_scale: Tensor, g: Tensor) -> None:
         """Overwrite `experts` in place: packed [e, N, K/2], block_scale [e, N, K/16], g [e].
 

@@ -22,6 +22,13 @@ def test_two_processes_learn_and_roll_out() -> None:
     assert "engines opened, synced and closed twice on 2 processes" in result.stdout
 
 
+def test_two_processes_share_one_engine() -> None:
+    """Tensor parallelism: half of each matrix a rank, same tokens on both, log-probs and bytes of the learner."""
+    result = run_torchrun(["tests/integration/vllm_tp_worker.py"], num_processes=2, timeout_s=280, **QUIET)
+    assert result.returncode == 0, result.stderr[-4000:]
+    assert "two ranks shared one engine, twice" in result.stdout
+
+
 def run_loop(folder: Path, out: Path, *arguments: str) -> list[dict]:
     """Three steps of train.py with the vLLM engine; returns the rows of metrics.jsonl."""
     command = ["train.py", "--config", "configs/tiny_quads.toml", "--model.path", str(folder)]

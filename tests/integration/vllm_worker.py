@@ -24,20 +24,20 @@ SPEC = QuantSpec("nvfp4", "bf16", "w4a16")  # both sides multiply the same numbe
 RESPONSE = Sampling(max_new_tokens=7)
 
 
-def make_learner(world: Distributed) -> MoEDecoder:
+def make_learner(world: Distributed, spec: QuantSpec = SPEC) -> MoEDecoder:
     with torch.device("meta"):
         model = MoEDecoder(CONFIG)
-    convert_learner(model, SPEC, SHARDED)
+    convert_learner(model, spec, SHARDED)
     parallelize(model, build_meshes("cpu", 1, world.size, 1))
     model.to_empty(device="cpu")
     model.init_weights(torch.Generator().manual_seed(0), write_part)
-    attach(model, "bf16", SPEC)
+    attach(model, "bf16", spec)
     requantize(model)
     return model
 
 
 def rollout(engine, world: Distributed):
-    """Each rank its own prompts, and not equally many: generating is not collective."""
+    """Each rank its own prompts, and not equally many."""
     prompts = make_prompts(4)[: 1 + 2 * world.rank]
     groups = engine.generate(prompts, 2, RESPONSE, [10 * world.rank + i for i in range(2 * len(prompts))])
     return [(prompt, completion) for prompt, group in zip(prompts, groups, strict=True) for completion in group]
