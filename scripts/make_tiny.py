@@ -95,9 +95,9 @@ def main() -> None:
         vocab_size=tokenizer.get_vocab_size(),
         hidden_size=64,
         num_layers=3,
-        num_heads=4,
-        num_kv_heads=2,
-        head_dim=16,
+        num_heads=2,
+        num_kv_heads=1,
+        head_dim=32,  # the smallest that vLLM's CPU attention has
         moe_intermediate_size=64,
         num_experts=8,
         top_k=2,
