@@ -86,7 +86,8 @@ def train_step(
         sampling = parts.sampling(cfg.rollout.temperature)
         prompts = [e.prompt_ids for e in examples]
         groups = parts.engine.generate(prompts, rl.group_size, sampling, seeds, routed_experts=cfg.wants_routes)
-        parts.engine.sleep()  # its memory is the learner's until the sync
+        if cfg.rollout.sleep:
+            parts.engine.sleep()  # its memory is the learner's until the sync
         world.barrier()
 
     with log.timer("reward"):

@@ -53,6 +53,15 @@ def test_every_recipe_trains_three_steps(config: Path, tmp_path: Path, recipe: s
     assert ["eval/pass@1" in row for row in rows] == [False, True, True]  # every second step, and the last
 
 
+def test_an_engine_that_stays_awake_and_no_checkpoints_change_nothing(
+    config: Path, base: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    changes = dict(rollout__sleep=False, checkpoint__every=0, checkpoint__final=False)
+    rows = train_rows(config, tmp_path, train__steps=2, **changes)
+    assert computed(rows) == computed(base)
+    assert not list((tmp_path / "checkpoints").glob("*"))
+
+
 def test_what_each_side_adds_shows_in_the_first_gap(config: Path, tmp_path: Path) -> None:
     """Before any update the weights are the same for all; a bf16 learner sees the errors of weights and activations."""
     gap = {}
