@@ -15,7 +15,7 @@ from quads.config_sections import RolloutSettings
 from quads.errors import UserError
 from quads.export import export
 from quads.model.attention import PackedContext, routing
-from quads.model.config import ARCHITECTURES
+from quads.model.config import ARCHITECTURES, ModelConfig
 from quads.model.model import MoEDecoder
 from quads.quant.recipes import QuantSpec
 from quads.rollout.native import NativeEngine
@@ -35,6 +35,7 @@ CONFIG = replace(
     num_experts=16,
     top_k=4,
 )
+EXPORTED = replace(CONFIG, hidden_size=256, moe_intermediate_size=256)  # Marlin's tiles are 128 wide
 SETTINGS = RolloutSettings(max_batch=16, max_prompt_tokens=256, max_new_tokens=64)
 GRAPHS = {"compilation_config": {"cudagraph_capture_sizes": [1, 2, 4, 8, 16]}}
 CUDA = torch.device("cuda")
@@ -45,9 +46,9 @@ def spec_of(precision: Any, **changes: Any) -> QuantSpec:
     return replace(QuantSpec("bf16", "bf16", "bf16"), rollout=precision, **changes)
 
 
-def make_learner(seed: int = 0) -> MoEDecoder:
+def make_learner(seed: int = 0, config: ModelConfig = CONFIG) -> MoEDecoder:
     with CUDA:
-        model = MoEDecoder(CONFIG, torch.bfloat16)
+        model = MoEDecoder(config, torch.bfloat16)
         model.init_weights(torch.Generator("cuda").manual_seed(seed))
         with torch.no_grad():
             for parameter in model.parameters():
@@ -168,15 +169,16 @@ def test_what_no_kernel_serves_is_refused() -> None:
 
 
 @pytest.mark.parametrize("kind", ["nvfp4-modelopt", "nvfp4-compressed-tensors"])
-def test_exports_load_in_stock_vllm(kind: str, tmp_path: Path) -> None:
+def test_exports_load_in_stock_vllm(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The bytes of the learner under stock weight-only kernels give the log-probs of our w4a16."""
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     from vllm import LLM, SamplingParams
 
     from quads.rollout.vllm_lifecycle import close
 
-    spec, learner, prompts = spec_of("w4a16"), make_learner(), make_prompts(5)
-    export(kind, CONFIG, spec, lambda name: learner.get_parameter(name).detach(), tmp_path)
-    native = NativeEngine(CONFIG, spec, SETTINGS, torch.bfloat16, CUDA, report=lambda line: None)
+    spec, learner, prompts = spec_of("w4a16"), make_learner(0, EXPORTED), make_prompts(5)
+    export(kind, EXPORTED, spec, lambda name: learner.get_parameter(name).detach(), tmp_path)
+    native = NativeEngine(EXPORTED, spec, SETTINGS, torch.bfloat16, CUDA, report=lambda line: None)
     sync(learner, native, spec, version=1)
     llm = LLM(
         model=str(tmp_path),
