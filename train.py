@@ -2,16 +2,16 @@
 
     torchrun train.py --config configs/tiny_quads.toml [--section.key value ...] [--dry-run] [--help]
 
-One step: sample prompts -> roll out (policy version v) -> reward -> group advantages -> pack -> learn -> sync the
-weights (quantized once, shipped as bytes, written in place) -> version v + 1. Every phase is one call below; what it
-does is one file away. A run's folder holds config.toml, metrics.jsonl, samples.jsonl, checkpoints/, tb/ and plots/.
+One step: sample prompts -> roll out (policy version v), and reward each group while others are still being drawn ->
+group advantages -> pack -> learn -> sync the weights (quantized once, shipped as bytes, written in place) -> version
+v + 1. Every phase is one call below; what it does is one file away. A run's folder holds config.toml, metrics.jsonl,
+samples.jsonl, checkpoints/, tb/ and plots/.
 """
 
 import sys
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from quads.assemble import Parts, build_parts
 from quads.checkpoint import Checkpointer, TrainState
@@ -21,12 +21,11 @@ from quads.errors import main_guard
 from quads.metrics import RunLog
 from quads.plot import plot_runs
 from quads.rl.advantage import group_advantages
-from quads.rl.evaluate import eval_metrics, strip_stop
+from quads.rl.evaluate import eval_metrics
 from quads.rl.learner import merge_updates
 from quads.rl.packing import Sample
 from quads.run_folder import check_run_folder
 from quads.signals import StopRequest
-from quads.types import Completion, Example
 
 
 @main_guard
@@ -85,13 +84,23 @@ def train_step(
         seeds = parts.request_seeds(f"rollout/{step}", share, rl.group_size)
         sampling = parts.sampling(cfg.rollout.temperature)
         prompts = [e.prompt_ids for e in examples]
+<<<<<<< HEAD
         groups = parts.engine.generate(prompts, rl.group_size, sampling, seeds, routed_experts=cfg.wants_routes)
         if cfg.rollout.sleep:
             parts.engine.sleep()  # its memory is the learner's until the sync
+=======
+        grading = parts.grading(examples, truncated=False)  # a response that was cut is worth 0, or left out below
+        groups = parts.engine.generate(
+            prompts, rl.group_size, sampling, seeds, routed_experts=cfg.wants_routes, on_group=grading.add
+        )
+        parts.engine.sleep()  # its memory is the learner's until the sync
+>>>>>>> dbcebbe (Rewards are computed beside the rollout; evaluation judges several rollout precisions side by side)
         world.barrier()
 
-    with log.timer("reward"):
-        rewards_PG, counted_PG = reward(cfg, parts, examples, groups)
+    with log.timer("reward"):  # the rest: groups were graded while others were still being drawn
+        rewards_PG, ungraded_PG = grading.finish()
+        truncated_PG = torch.tensor([[c.finish_reason == "length" for c in group] for group in groups])
+        counted_PG = ~truncated_PG if rl.truncated == "mask" else torch.ones_like(truncated_PG)
         advantages_PG, zero_spread_P = group_advantages(rewards_PG, rl.advantage, counted_PG)
 
     with log.timer("learn"):
@@ -114,13 +123,13 @@ def train_step(
     if cfg.log.samples_every and (step == 1 or step % cfg.log.samples_every == 0):
         log.samples(step, parts.tokenizer.decode, examples[: cfg.log.samples], groups, rewards_PG)
     lengths_PG = torch.tensor([[float(len(c.token_ids)) for c in group] for group in groups])
-    truncated_PG = torch.tensor([[c.finish_reason == "length" for c in group] for group in groups])
     num_packed = rl.epochs * sum(len(mb.tokens_T) for minibatch, _ in minibatches for mb in minibatch)
-    by_rank = world.gather_objects((rewards_PG, lengths_PG, truncated_PG, zero_spread_P))
-    rewards_PG, lengths_PG, truncated_PG, zero_spread_P = (torch.cat(pieces) for pieces in zip(*by_rank, strict=True))
+    by_rank = world.gather_objects((rewards_PG, ungraded_PG, lengths_PG, truncated_PG, zero_spread_P))
+    rewards_PG, ungraded_PG, lengths_PG, truncated_PG, zero_spread_P = map(torch.cat, zip(*by_rank, strict=True))
     metrics = {
         "reward/mean": float(rewards_PG.mean()),
         "reward/std": float(rewards_PG.std()),
+        "reward/ungraded": int(ungraded_PG.sum()),
         "response/length_mean": float(lengths_PG.mean()),
         "response/truncated_frac": float(truncated_PG.float().mean()),
         "group/zero_std_frac": float(zero_spread_P.float().mean()),
@@ -132,20 +141,6 @@ def train_step(
     }
     seen = state.tokens_seen + sum(u.tokens for u in updates)
     return metrics, TrainState(step, step, state.prompts_seen + len(batch), seen)
-
-
-def reward(cfg: Config, parts: Parts, examples: list[Example], groups: list[list[Completion]]) -> tuple[Tensor, Tensor]:
-    """Rewards fp32 [prompts, group_size], and which responses take part: a truncated one is wrong, or is left out."""
-    stops = parts.tokenizer.eos_ids
-    graded = [
-        (example, parts.tokenizer.decode(strip_stop(c, stops)))
-        for example, group in zip(examples, groups, strict=True)
-        for c in group
-    ]
-    rewards_PG = torch.tensor(parts.rewards.score_batch(graded)).reshape(len(examples), -1)
-    truncated_PG = torch.tensor([[c.finish_reason == "length" for c in group] for group in groups])
-    counted_PG = ~truncated_PG if cfg.rl.truncated == "mask" else torch.ones_like(truncated_PG)
-    return rewards_PG.masked_fill(truncated_PG, 0.0), counted_PG
 
 
 if __name__ == "__main__":

@@ -26,6 +26,7 @@ from quads.quant.recipes import QuantSpec, banner, resolve
 from quads.quant.sharded import SHARDED, attach
 from quads.rl.balance import attention_break_even, pack_balanced
 from quads.rl.evaluate import EvalResult, JudgedPrompt, evaluate
+from quads.rl.grading import Grading
 from quads.rl.learner import Learner
 from quads.rl.packing import Microbatch, Sample
 from quads.rl.rewards import RewardPool, check_isolation
@@ -33,7 +34,7 @@ from quads.rl.tasks import Task, build_task
 from quads.rl.tokenizer import Tokenizer
 from quads.rollout.engine import Engine
 from quads.rollout.sync import sync
-from quads.types import Sampling
+from quads.types import Example, Sampling
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
@@ -69,8 +70,12 @@ class Parts:
         """For each of `samples` responses to each of `prompts`, by number: who draws which does not matter."""
         return [derive_seed(self.cfg.train.seed, purpose, p * samples + j) for p in prompts for j in range(samples)]
 
+    def grading(self, examples: list[Example], truncated: bool) -> Grading:
+        """For one rollout of these prompts. truncated: whether a response that was cut may earn a reward."""
+        return Grading(self.rewards.submit, self.tokenizer.decode, self.tokenizer.eos_ids, examples, truncated)
+
     def evaluate(self, step: int) -> list[EvalResult]:
-        """Score the held-out prompts with the engine's present weights, each process its share of them."""
+        """Grade the held-out prompts with the engine's present weights, each process its share of them."""
         everything, samples = self.task.eval_set(self.cfg.eval.prompts), self.cfg.eval.samples
         share = self.world.share(len(everything))
         examples = [everything[p] for p in share]
@@ -80,8 +85,18 @@ class Parts:
         def gather(mine: list[JudgedPrompt]) -> list[JudgedPrompt]:
             return [prompt for judged in self.world.gather_objects(mine) for prompt in judged]
 
-        generate, score, decode = self.engine.generate, self.rewards.score_batch, self.tokenizer.decode
-        return evaluate(generate, score, decode, examples, samples, sampling, seeds, gather)
+        grading = self.grading(examples, truncated=True)
+        return evaluate(self.engine.generate, grading, samples, sampling, seeds, gather)
+
+    def change_rollout(self, cfg: Config) -> None:
+        """Replace the engine by one of another [quant] rollout precision, with the learner's present weights."""
+        version, dtype = self.engine.policy_version, DTYPES[cfg.model.dtype]
+        self.engine.close()
+        self.cfg, self.spec = cfg, resolve(cfg.quant)
+        self.world.print(banner(self.spec, cfg.rollout.engine, cfg.rollout.kernel, self.world.device, dtype))
+        self.estimate = check_run_memory(cfg, self.model_config, self.spec, self.world)
+        self.engine = build_engine(cfg, self.model_config, self.spec, dtype, self.world.device)
+        self.sync(version)
 
     def close(self) -> None:
         self.rewards.close()
@@ -107,21 +122,7 @@ def build_parts(cfg: Config, world: Distributed, checkpoint: str = "") -> Parts 
         world.print(line)
     check_isolation(cfg.reward, cfg.sources)
     world.print(banner(spec, cfg.rollout.engine, cfg.rollout.kernel, device, dtype))
-    processes_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    estimate = estimate_memory(
-        model_config,
-        spec,
-        cfg.rollout,
-        cfg.rl,
-        dtype,
-        cfg.parallel,
-        world.size,
-        cfg.quant.all_gather,
-        device.type,
-        cfg.optim.moments,
-    )
-    world.print(format_estimate(estimate))
-    check_memory(estimate, device, processes_here)
+    estimate = check_run_memory(cfg, model_config, spec, world)
     check_sample_count(cfg, world)
     if cfg.model.path:
         HFCheckpoint(cfg.model.path, model_config)  # reads the files' headers alone
@@ -149,11 +150,34 @@ def build_parts(cfg: Config, world: Distributed, checkpoint: str = "") -> Parts 
         world,
     )
     engine = build_engine(cfg, model_config, spec, dtype, device)
-    judges = cfg.reward.workers or max(1, (os.cpu_count() or 1) // processes_here)
+    judges = cfg.reward.workers or max(1, (os.cpu_count() or 1) // processes_of_this_machine())
     rewards = RewardPool(replace(cfg.reward, workers=judges))
     parts = Parts(cfg, model_config, spec, tokenizer, task, learner, engine, rewards, world, estimate)
     parts.sync(version=0)
     return parts
+
+
+def check_run_memory(cfg: Config, model_config: ModelConfig, spec: QuantSpec, world: Distributed) -> MemoryEstimate:
+    """Print what the run needs, part by part. UserError if it does not fit."""
+    estimate = estimate_memory(
+        model_config,
+        spec,
+        cfg.rollout,
+        cfg.rl,
+        DTYPES[cfg.model.dtype],
+        cfg.parallel,
+        world.size,
+        cfg.quant.all_gather,
+        world.device.type,
+        cfg.optim.moments,
+    )
+    world.print(format_estimate(estimate))
+    check_memory(estimate, world.device, processes_of_this_machine())
+    return estimate
+
+
+def processes_of_this_machine() -> int:
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
 def load_model_config(cfg: Config) -> ModelConfig:

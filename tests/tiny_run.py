@@ -111,10 +111,10 @@ def parity_rows(num_bits: int) -> list[dict[str, str]]:
     ]
 
 
-def make_world(folder: Path) -> Path:
+def make_world(folder: Path, model_config: ModelConfig = CONFIG) -> Path:
     """Model, tokenizer, data and config below `folder`; returns the config."""
     (folder / "model").mkdir(parents=True)
-    make_model(folder / "model")
+    make_model(folder / "model", model_config)
     make_tokenizer(folder / "model")
     write_jsonl(folder / "train.jsonl", parity_rows(4) + parity_rows(5))
     write_jsonl(folder / "test.jsonl", parity_rows(3))

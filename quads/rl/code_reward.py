@@ -30,7 +30,7 @@ def submit_program(sandbox: Sandbox, tests: CodeTests, response: str, score: str
 
     def judge(run: tuple[tuple[list[Outcome], float] | None, float]) -> Verdict:
         if run[0] is None:  # nothing is sure about a program that broke its server
-            return Verdict(0.0, run[1])
+            return Verdict(0.0, run[1], failed=True)
         outcomes, seconds = run[0]
         passed.extend(_passes(tests, i, outcomes[i]) for i in range(len(passed), len(outcomes)))  # the last one
         share = sum(passed) / len(tests.inputs)

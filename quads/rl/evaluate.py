@@ -1,9 +1,10 @@
 """Evaluation: pass@1 averaged over several samples a prompt, with its standard error, per source; and pass@k.
 
-    python -m quads.rl.evaluate --config configs/tiny_quads.toml --checkpoint runs/tiny_quads [--out eval.json]
+    python -m quads.rl.evaluate --config configs/tiny_quads.toml --checkpoint runs/tiny_quads
+        [--rollouts bf16,w4a4_residual] [--out eval.json]
 
-judges a checkpoint with the engine and the precision of the config, so that one policy can be judged under several
-(`--quant.recipe bf16`, `--quant.rollout w4a4_residual`) side by side.
+judges a checkpoint with the engine of the config, under the rollout precision of the config or under several side by
+side: with the same prompts and seeds, so that the difference to the first one has a standard error of its own.
 """
 
 import json
@@ -14,27 +15,29 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from quads.config import load_config
 from quads.distributed import init_distributed
 from quads.errors import UserError, main_guard
-from quads.types import Completion, Example, Sampling
+from quads.rl.grading import Grading
+from quads.types import Completion, Sampling
 
-Generate = Callable[[list[list[int]], int, Sampling, list[int]], list[list[Completion]]]
-Score = Callable[[list[tuple[Example, str]]], list[float]]
+Generate = Callable[..., list[list[Completion]]]  # an engine's `generate`
 
 
 @dataclass(frozen=True)
 class JudgedPrompt:
     """One prompt's responses, reduced to what the results need.
 
-    Example: `JudgedPrompt("chain_sum", [1.0, 0.0], [4, 8], [False, True])`
+    Example: `JudgedPrompt("chain_sum", [1.0, 0.0], [4, 8], [False, True], [False, False])`
     """
 
     source: str
     scores: list[float]
     lengths: list[int]  # tokens
     truncated: list[bool]
+    ungraded: list[bool]  # the grader hung or died: score 0
 
 
 @dataclass(frozen=True)
@@ -50,6 +53,8 @@ class EvalResult:
     pass_at_k: dict[int, float]  # k -> probability that one of k samples is right, unbiased
     truncated_frac: float
     length_mean: float
+    ungraded: int  # responses whose grader hung or died, scored 0
+    pass_at_1_prompts: list[float]  # of each prompt, in the order of the test set
 
 
 def pass_at_k(num_samples: int, num_right: int, k: int) -> float:
@@ -61,44 +66,38 @@ def pass_at_k(num_samples: int, num_right: int, k: int) -> float:
 
 def evaluate(
     generate: Generate,
-    score: Score,
-    decode: Callable[[Sequence[int]], str],
-    examples: Sequence[Example],
+    grading: Grading,
     samples: int,
     sampling: Sampling,
     seeds: list[int],
     gather: Callable[[list[JudgedPrompt]], list[JudgedPrompt]] = list,
 ) -> list[EvalResult]:
-    """Draw `samples` responses to every example, score them, and sum up per source.
+    """Draw `samples` responses to every example of `grading`, grade them, and sum up per source.
 
     Args:
-        generate: an engine's `generate`.
+        grading: fresh; a response that was cut is graded too, as it may hold the answer already.
         seeds: one a response, prompt by prompt (len(examples) * samples).
         gather: makes the judged prompts of all processes from those of this one, where each has its own examples.
     """
-    completions = generate([e.prompt_ids for e in examples], samples, sampling, seeds)
-    graded = [
-        (example, decode(strip_stop(c, sampling.stop_token_ids)))
-        for example, group in zip(examples, completions, strict=True)
-        for c in group
-    ]
-    scores_PS = torch.tensor(score(graded)).reshape(len(examples), samples).tolist()
+    prompts = [example.prompt_ids for example in grading.examples]
+    completions = generate(prompts, samples, sampling, seeds, on_group=grading.add)
+    scores_PS, ungraded_PS = grading.finish()
     judged = gather(
         [
             JudgedPrompt(
-                e.source, scores, [len(c.token_ids) for c in group], [c.finish_reason == "length" for c in group]
+                example.source,
+                scores,
+                [len(c.token_ids) for c in group],
+                [c.finish_reason == "length" for c in group],
+                ungraded,
             )
-            for e, scores, group in zip(examples, scores_PS, completions, strict=True)
+            for example, group, scores, ungraded in zip(
+                grading.examples, completions, scores_PS.tolist(), ungraded_PS.tolist(), strict=True
+            )
         ]
     )
     sources = dict.fromkeys(prompt.source for prompt in judged)
     return [_summarize(source, [prompt for prompt in judged if prompt.source == source]) for source in sources]
-
-
-def strip_stop(completion: Completion, stop_token_ids: Sequence[int]) -> list[int]:
-    """The response's tokens without the stop token that ended it: what is decoded and scored."""
-    ids = completion.token_ids
-    return ids[:-1] if ids and completion.finish_reason == "stop" and ids[-1] in stop_token_ids else ids
 
 
 def _summarize(source: str, judged: list[JudgedPrompt]) -> EvalResult:
@@ -106,7 +105,6 @@ def _summarize(source: str, judged: list[JudgedPrompt]) -> EvalResult:
     num_prompts, num_samples = scores_PS.shape
     right_PS = scores_PS >= 1.0
     per_prompt_P = right_PS.double().mean(dim=1)
-    error = float(per_prompt_P.std() / math.sqrt(num_prompts)) if num_prompts > 1 else float("nan")
     right_P = right_PS.sum(dim=1).tolist()
     ks = [k for k in (1, 2, 4, 8, 16, 32, 64) if k <= num_samples]
     return EvalResult(
@@ -114,12 +112,19 @@ def _summarize(source: str, judged: list[JudgedPrompt]) -> EvalResult:
         prompts=num_prompts,
         samples=num_samples,
         pass_at_1=float(per_prompt_P.mean()),
-        standard_error=error,
+        standard_error=_standard_error(per_prompt_P),
         score_mean=float(scores_PS.mean()),
         pass_at_k={k: sum(pass_at_k(num_samples, c, k) for c in right_P) / num_prompts for k in ks},
         truncated_frac=sum(sum(prompt.truncated) for prompt in judged) / scores_PS.numel(),
         length_mean=sum(sum(prompt.lengths) for prompt in judged) / scores_PS.numel(),
+        ungraded=sum(sum(prompt.ungraded) for prompt in judged),
+        pass_at_1_prompts=per_prompt_P.tolist(),
     )
+
+
+def _standard_error(values_P: Tensor) -> float:
+    """Of the mean over prompts; NaN for a single one."""
+    return float(values_P.std() / math.sqrt(len(values_P))) if len(values_P) > 1 else math.nan
 
 
 def eval_metrics(results: Sequence[EvalResult]) -> dict[str, float]:
@@ -143,6 +148,26 @@ def format_table(results: Sequence[EvalResult]) -> str:
         score = f"{r.pass_at_1:.4f} ± {r.standard_error:.4f}"
         counts = f"{r.source:<24} {r.prompts:>7} {r.samples:>7}"
         lines.append(f"{counts} {score:>16} {r.truncated_frac:>9.3f} {r.length_mean:>8.1f}  {ks}")
+        if r.ungraded:
+            lines.append(f"  {r.ungraded} responses got no verdict (their grader hung or died) and count as wrong")
+    return "\n".join(lines)
+
+
+def format_side_by_side(results: dict[str, list[EvalResult]]) -> str:
+    """pass@1 of each source under each rollout precision, and the difference of each later one to the first.
+
+    The error of a difference is over prompts, each compared with itself.
+    """
+    first, *others = results
+    head = [f"{rollout:>18}" for rollout in results] + [f"{f'{rollout} - {first}':>24}" for rollout in others]
+    lines = [" ".join([f"{'pass@1':<24} {'prompts':>7} {'samples':>7}", *head])]
+    for rows in zip(*results.values(), strict=True):
+        cells = [f"{f'{r.pass_at_1:.4f} ± {r.standard_error:.4f}':>18}" for r in rows]
+        base_P = torch.tensor(rows[0].pass_at_1_prompts)
+        for r in rows[1:]:
+            difference_P = torch.tensor(r.pass_at_1_prompts) - base_P
+            cells.append(f"{f'{float(difference_P.mean()):+.4f} ± {_standard_error(difference_P):.4f}':>24}")
+        lines.append(" ".join([f"{rows[0].source:<24} {rows[0].prompts:>7} {rows[0].samples:>7}", *cells]))
     return "\n".join(lines)
 
 
@@ -163,19 +188,29 @@ def main(argv: list[str]) -> None:
     """Evaluate one checkpoint; see the module's docstring."""
     from quads.assemble import build_parts  # joins rl and rollout: only a command may
 
-    checkpoint, out = take_option(argv, "--checkpoint"), take_option(argv, "--out")
-    cfg = load_config(argv)
-    with init_distributed(cfg.parallel, cfg.train) as world:
-        parts = build_parts(cfg, world, checkpoint=checkpoint)
+    argv = list(argv)
+    checkpoint, out, rollouts = (take_option(argv, name) for name in ("--checkpoint", "--out", "--rollouts"))
+    choices = [["--quant.rollout", rollout.strip()] for rollout in rollouts.split(",")] if rollouts else [[]]
+    configs = [load_config([*argv, *choice]) for choice in choices]  # all of them are checked before anything runs
+    results: dict[str, list[EvalResult]] = {}
+    with init_distributed(configs[0].parallel, configs[0].train) as world:
+        parts = build_parts(configs[0], world, checkpoint=checkpoint)
         if parts is None:  # --dry-run
             return
         try:
-            results = parts.evaluate(step=0)
+            for cfg in configs:
+                if cfg is not configs[0]:
+                    parts.change_rollout(cfg)
+                results[parts.spec.rollout] = parts.evaluate(step=0)
         finally:
             parts.close()
-        world.print(format_table(results))
+        for rollout, judged in results.items():
+            world.print(f"rollout {rollout}\n{format_table(judged)}")
+        if len(results) > 1:
+            world.print(format_side_by_side(results))
         if out and world.is_main:
-            report = {"config": cfg.path, "checkpoint": checkpoint, "results": [asdict(r) for r in results]}
+            rows = [{"rollout": rollout, **asdict(r)} for rollout, judged in results.items() for r in judged]
+            report = {"config": configs[0].path, "checkpoint": checkpoint, "results": rows}
             Path(out).write_text(json.dumps(report, indent=2) + "\n")
 
 

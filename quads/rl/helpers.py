@@ -35,6 +35,7 @@ class Verdict:
 
     reward: float
     seconds: float
+    failed: bool = False  # the grader ran out of time or died, and gave no verdict: reward 0
 
 
 class HelperError(UserError):

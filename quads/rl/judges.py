@@ -41,7 +41,12 @@ class JudgePool:
         """One request of `quads.rl.judge`."""
         data = pickle.dumps(request)
         asked = self._pool.submit(lambda judge: judge.ask(data, self.time_s))
-        return then(asked, lambda reply: Verdict(json.loads(reply[0])["reward"] if reply[0] else 0.0, reply[1]))
+
+        def verdict(reply: tuple[bytes | None, float]) -> Verdict:
+            answer, seconds = reply
+            return Verdict(json.loads(answer)["reward"], seconds) if answer else Verdict(0.0, seconds, failed=True)
+
+        return then(asked, verdict)
 
     def close(self) -> None:
         self._pool.close()

@@ -1,4 +1,4 @@
-"""Rewards of a batch of responses, computed in other processes beside the rollout.
+"""Rewards of responses, computed in other processes: a pool that takes them one by one (grading.py has a batch).
 
 `exact` compares text here; `math` and `task` go to judges (judges.py), `code` to sandboxes (sandbox.py). What cannot be
 judged in time is worth 0.
@@ -33,7 +33,7 @@ from quads.types import Example
 class RewardPool:
     """Scores responses. Processes start with the first response that needs them; `close` ends them.
 
-    Example: `RewardPool(RewardSettings()).score_batch([(example, "The answer is 7.")])` -> [1.0]
+    Example: `RewardPool(RewardSettings()).submit(example, "The answer is 7.").result().reward` -> 1.0
     """
 
     def __init__(self, settings: RewardSettings | None = None):
@@ -56,10 +56,6 @@ class RewardPool:
         verdict: Future[Verdict] = Future()
         verdict.set_result(Verdict(float(answer is not None and answer == example.answer), 0.0))
         return verdict
-
-    def score_batch(self, batch: list[tuple[Example, str]]) -> list[float]:
-        """Rewards of (example, response text) pairs, in order."""
-        return [future.result().reward for future in [self.submit(example, text) for example, text in batch]]
 
     def judges(self, kind: str) -> JudgePool:
         if kind not in self._judges:

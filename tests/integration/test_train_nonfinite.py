@@ -12,7 +12,7 @@ import train
 from quads.checkpoint import latest_checkpoint, load_model_weights
 from quads.model.hf import load_model
 from quads.model.model import MoEDecoder
-from quads.rl.rewards import RewardPool
+from quads.rl.grading import Grading
 from quads.run_folder import read_rows
 from tests.tiny_run import make_world, options, train_rows
 
@@ -27,12 +27,13 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def poison(monkeypatch: pytest.MonkeyPatch) -> set[int]:
     """Steps of the next run in which every reward is NaN."""
-    steps, calls, score = set(), iter(range(1, 1000)), RewardPool.score_batch
+    steps, calls, finish = set(), iter(range(1, 1000)), Grading.finish
 
-    def poisoned(pool: RewardPool, batch: list[Any]) -> list[float]:
-        return [float("nan")] * len(batch) if next(calls) in steps else score(pool, batch)
+    def poisoned(grading: Grading) -> tuple[Tensor, Tensor]:
+        rewards_PG, ungraded_PG = finish(grading)
+        return (rewards_PG * torch.nan if next(calls) in steps else rewards_PG), ungraded_PG
 
-    monkeypatch.setattr(RewardPool, "score_batch", poisoned)
+    monkeypatch.setattr(Grading, "finish", poisoned)
     return steps
 
 

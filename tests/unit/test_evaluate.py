@@ -1,9 +1,12 @@
 import math
+from concurrent.futures import Future
 
 import pytest
 
 from quads.errors import UserError
-from quads.rl.evaluate import eval_metrics, evaluate, format_table, pass_at_k, strip_stop, take_option
+from quads.rl.evaluate import eval_metrics, evaluate, format_side_by_side, format_table, pass_at_k, take_option
+from quads.rl.grading import Grading
+from quads.rl.helpers import Verdict
 from quads.types import Completion, Example, Sampling
 
 
@@ -16,23 +19,32 @@ def test_pass_at_k_by_hand():
     assert pass_at_k(4, 3, 2) == 1.0
 
 
-def run(scores):
-    """Three prompts of source a, one of b, two samples each; the engine answers with fixed tokens."""
+def run(scores, ungraded=()):
+    """Three prompts of source a, one of b, two samples each; the engine answers with fixed tokens, last prompt first.
+
+    ungraded: numbers of responses whose grader hangs.
+    """
     examples = [Example(f"{s}/{i}", s, "p", [i + 1]) for i, s in enumerate("aaab")]
     asked = {}
 
-    def generate(prompts, n, sampling, seeds):
+    def generate(prompts, n, sampling, seeds, on_group):
         asked.update(prompts=prompts, n=n, seeds=seeds)
         stop = Completion([5, 9], [0.0, 0.0], "stop", 1)
         length = Completion([5, 6, 7, 8], [0.0] * 4, "length", 1)
+        for prompt in reversed(range(len(prompts))):
+            on_group(prompt, [stop, length])
         return [[stop, length] for _ in prompts]
 
-    def score(batch):
-        assert [text for _, text in batch] == ["5", "5678"] * 4  # the stop token is not part of the answer
-        return scores
+    def submit(example, text):
+        assert text in ("5", "5678")  # the stop token is not part of the answer
+        response = 2 * examples.index(example) + ["5", "5678"].index(text)
+        future = Future()
+        failed = response in ungraded
+        future.set_result(Verdict(0.0 if failed else scores[response], 0.1, failed))
+        return future
 
-    sampling = Sampling(4, 1.0, (9,))
-    results = evaluate(generate, score, lambda ids: "".join(map(str, ids)), examples, 2, sampling, list(range(8)))
+    grading = Grading(submit, lambda ids: "".join(map(str, ids)), (9,), examples, truncated=True)
+    results = evaluate(generate, grading, 2, Sampling(4, 1.0, (9,)), list(range(8)))
     assert asked == {"prompts": [[1], [2], [3], [4]], "n": 2, "seeds": list(range(8))}
     return results
 
@@ -50,10 +62,20 @@ def test_scores_per_source_with_standard_error():
     assert "@2 0.667" in format_table([a, b])
 
 
-def test_strip_stop_only_cuts_what_ended_the_response():
-    assert strip_stop(Completion([1, 9], [0, 0], "stop", 0), (9,)) == [1]
-    assert strip_stop(Completion([1, 9], [0, 0], "length", 0), (9,)) == [1, 9]
-    assert strip_stop(Completion([], [], "length", 0), (9,)) == []
+def test_a_response_without_a_verdict_is_wrong_and_said():
+    a, b = run([1] * 8, ungraded=(0, 3))
+    assert (a.pass_at_1, a.ungraded, b.ungraded) == (pytest.approx(4 / 6), 2, 0)
+    assert "2 responses got no verdict" in format_table([a, b])
+
+
+def test_two_precisions_side_by_side_with_the_error_of_the_difference():
+    results = {"bf16": run([1, 1, 1, 0, 0, 0, 1, 1]), "w4a4": run([1, 0, 1, 0, 0, 0, 1, 0])}
+    table = format_side_by_side(results)
+    head, a, b = table.splitlines()
+    assert head.split() == ["pass@1", "prompts", "samples", "bf16", "w4a4", "w4a4", "-", "bf16"]
+    # of the three prompts one changes, from 1 to 0.5: mean -1/6, and the standard error of (-.5, 0, 0) is 1/6
+    assert a.split() == "a 3 2 0.5000 ± 0.2887 0.3333 ± 0.1667 -0.1667 ± 0.1667".split()
+    assert b.split() == "b 1 2 1.0000 ± nan 0.5000 ± nan -0.5000 ± nan".split()
 
 
 def test_take_option():

@@ -29,6 +29,10 @@ def example(reward: str, answer: Any, **meta: Any) -> Example:
     return Example("0", "s", "", [], answer, {"reward": reward, **meta})
 
 
+def score_batch(pool: RewardPool, batch: list[tuple[Example, str]]) -> list[float]:
+    return [future.result().reward for future in [pool.submit(example, text) for example, text in batch]]
+
+
 def gym_example(name: str, **params: Any) -> Example:
     entry = make_dataset("test", name, params, seed=3, size=4)[0]
     return example("task", entry, dataset=name, params=params)
@@ -50,7 +54,7 @@ def test_every_kind_in_one_batch(pool: RewardPool) -> None:
         (code, "```python\nprint(int(input()) ** 2)\n```"),
         (code, "```python\nprint(4)\n```"),
     ]
-    assert pool.score_batch(batch) == [1.0, 0.0, 1.0, 1.0, 0.0, 1.0, 0.0, 1.0, 0.0, 1.0, 0.5]
+    assert score_batch(pool, batch) == [1.0, 0.0, 1.0, 1.0, 0.0, 1.0, 0.0, 1.0, 0.0, 1.0, 0.5]
 
 
 def test_scoring_runs_beside_the_caller(pool: RewardPool) -> None:
@@ -65,9 +69,9 @@ def test_an_answer_that_takes_for_ever_is_wrong_and_the_next_is_judged(pool: Rew
     """An integral that no computer algebra finishes: the judge is killed, and replaced."""
     hard = r"\int_0^1 \sqrt{\sin(x^{17}+\cos(x^x))+\tan(x^3+x+1)^{\ln(x+2)}}\,dx"
     verdict = pool.submit(example("math", "1"), rf"\boxed{{{hard}}}").result(timeout=30)
-    assert verdict.reward == 0.0
+    assert verdict.reward == 0.0 and verdict.failed
     assert verdict.seconds < 2.0 + 2.0  # the limit, and a busy machine
-    assert pool.score_batch([(example("math", "1"), r"\boxed{1}")] * 4) == [1.0] * 4
+    assert score_batch(pool, [(example("math", "1"), r"\boxed{1}")] * 4) == [1.0] * 4
 
 
 def test_tags() -> None:

@@ -1,0 +1,63 @@
+"""Rewards of one rollout, computed beside it.
+
+    grading = Grading(pool.submit, tokenizer.decode, tokenizer.eos_ids, examples)
+    engine.generate(..., on_group=grading.add)      a group is sent to the graders as soon as it is complete
+    rewards_PG, ungraded_PG = grading.finish()      waits for what is left
+
+Training is on policy: an update needs the rewards of all its responses. What overlaps is the grading of one group with
+the drawing of the others of the same step, so that after the rollout only the last groups are left to wait for. Rewards
+do not depend on when they were computed.
+"""
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+
+import torch
+from torch import Tensor
+
+from quads.rl.helpers import Verdict
+from quads.types import Completion, Example
+
+Submit = Callable[[Example, str], "Future[Verdict]"]
+Decode = Callable[[list[int]], str]
+
+
+class Grading:
+    """The rewards of `examples`, whose responses come group by group, in any order.
+
+    Args:
+        submit: starts grading one response's text, and returns at once.
+        stop_ids: tokens that end a response; they are no part of its text.
+        truncated: whether a response that was cut at its length limit is graded; if not, its reward is 0.
+    """
+
+    def __init__(
+        self, submit: Submit, decode: Decode, stop_ids: Sequence[int], examples: Sequence[Example], truncated: bool
+    ):
+        self.examples = examples
+        self._submit, self._decode, self._stop_ids, self._truncated = submit, decode, stop_ids, truncated
+        self._verdicts: dict[int, list[Future[Verdict] | None]] = {}
+
+    def add(self, prompt: int, group: list[Completion]) -> None:
+        """Start grading all responses to examples[prompt]."""
+        self._verdicts[prompt] = [self._start(self.examples[prompt], completion) for completion in group]
+
+    def finish(self) -> tuple[Tensor, Tensor]:
+        """-> (rewards fp32, ungraded bool), both [prompts, group size]. Ungraded: the grader hung or died; reward 0."""
+        verdicts_PG = [
+            [future.result() if future else Verdict(0.0, 0.0) for future in self._verdicts[prompt]]
+            for prompt in range(len(self.examples))
+        ]
+        rewards_PG = torch.tensor([[float(verdict.reward) for verdict in verdicts] for verdicts in verdicts_PG])
+        return rewards_PG, torch.tensor([[verdict.failed for verdict in verdicts] for verdicts in verdicts_PG])
+
+    def _start(self, example: Example, completion: Completion) -> "Future[Verdict] | None":
+        if completion.finish_reason == "length" and not self._truncated:
+            return None
+        return self._submit(example, self._decode(strip_stop(completion, self._stop_ids)))
+
+
+def strip_stop(completion: Completion, stop_ids: Sequence[int]) -> list[int]:
+    """The response's tokens without the stop token that ended it: what is decoded and graded."""
+    ids = completion.token_ids
+    return ids[:-1] if ids and completion.finish_reason == "stop" and ids[-1] in stop_ids else ids
