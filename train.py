@@ -84,17 +84,12 @@ def train_step(
         seeds = parts.request_seeds(f"rollout/{step}", share, rl.group_size)
         sampling = parts.sampling(cfg.rollout.temperature)
         prompts = [e.prompt_ids for e in examples]
-<<<<<<< HEAD
-        groups = parts.engine.generate(prompts, rl.group_size, sampling, seeds, routed_experts=cfg.wants_routes)
-        if cfg.rollout.sleep:
-            parts.engine.sleep()  # its memory is the learner's until the sync
-=======
         grading = parts.grading(examples, truncated=False)  # a response that was cut is worth 0, or left out below
         groups = parts.engine.generate(
             prompts, rl.group_size, sampling, seeds, routed_experts=cfg.wants_routes, on_group=grading.add
         )
-        parts.engine.sleep()  # its memory is the learner's until the sync
->>>>>>> dbcebbe (Rewards are computed beside the rollout; evaluation judges several rollout precisions side by side)
+        if cfg.rollout.sleep:
+            parts.engine.sleep()  # its memory is the learner's until the sync
         world.barrier()
 
     with log.timer("reward"):  # the rest: groups were graded while others were still being drawn
