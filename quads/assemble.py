@@ -29,13 +29,14 @@ from quads.rl.evaluate import EvalResult, JudgedPrompt, evaluate
 from quads.rl.grading import Grading
 from quads.rl.learner import Learner
 from quads.rl.packing import Microbatch, Sample
-from quads.rl.rewards import RewardPool, check_isolation
+from quads.rl.rewards import RewardPool, find_isolation
 from quads.rl.tasks import Task, build_task
 from quads.rl.tokenizer import Tokenizer
 from quads.rollout.engine import Engine
 from quads.rollout.sync import sync
 from quads.types import Example, Sampling
 
+NO_SANDBOX = "generated programs run WITHOUT isolation, as this user ([reward] sandbox = none): limits only"
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
@@ -120,7 +121,9 @@ def build_parts(cfg: Config, world: Distributed, checkpoint: str = "") -> Parts 
     task = build_task(cfg.task, cfg.sources, tokenizer, cfg.train.seed, cfg.rollout.max_prompt_tokens)
     for line in task.report:
         world.print(line)
-    check_isolation(cfg.reward, cfg.sources)
+    isolation = find_isolation(cfg.reward, cfg.sources)
+    if isolation:
+        world.print(f"generated programs run in a sandbox: {isolation}" if isolation != "none" else NO_SANDBOX)
     world.print(banner(spec, cfg.rollout.engine, cfg.rollout.kernel, device, dtype))
     estimate = check_run_memory(cfg, model_config, spec, world)
     check_sample_count(cfg, world)
@@ -151,7 +154,7 @@ def build_parts(cfg: Config, world: Distributed, checkpoint: str = "") -> Parts 
     )
     engine = build_engine(cfg, model_config, spec, dtype, device)
     judges = cfg.reward.workers or max(1, (os.cpu_count() or 1) // processes_of_this_machine())
-    rewards = RewardPool(replace(cfg.reward, workers=judges))
+    rewards = RewardPool(replace(cfg.reward, workers=judges, sandbox=isolation or cfg.reward.sandbox))
     parts = Parts(cfg, model_config, spec, tokenizer, task, learner, engine, rewards, world, estimate)
     parts.sync(version=0)
     return parts

@@ -75,10 +75,17 @@ class RewardPool:
                 pool.close()
 
 
-def check_isolation(settings: RewardSettings, sources: Mapping[str, SourceSettings]) -> None:
-    """UserError if a source runs programs and they cannot be isolated: better now than after the first rollout."""
-    if any(source.reward == "code" for source in sources.values()):
-        Sandbox(settings).close()
+def find_isolation(settings: RewardSettings, sources: Mapping[str, SourceSettings]) -> str:
+    """The mechanism that isolates generated programs, "" if no source has any.
+
+    Raises:
+        UserError: they cannot be isolated here; better said now than after the first rollout.
+    """
+    if not any(source.reward == "code" for source in sources.values()):
+        return ""
+    sandbox = Sandbox(settings)
+    sandbox.close()
+    return sandbox.mechanism
 
 
 def tagged(text: str, tag: str) -> str | None:

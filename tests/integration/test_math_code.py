@@ -5,6 +5,7 @@ The model is random, but its tokens are whole answers and whole programs: chance
 
 import dataclasses
 import json
+import re
 import shutil
 from itertools import product
 from pathlib import Path
@@ -95,4 +96,12 @@ def test_the_example_with_bad_rows_stops_with_a_message(capsys: pytest.CaptureFi
 def test_the_example_passes_a_dry_run(capsys: pytest.CaptureFixture[str], monkeypatch) -> None:
     monkeypatch.chdir(REPOSITORY)
     train.main(["--config", "examples/math_code.toml", "--dry-run"])
-    assert "math: train 49 prompts; left out: 8 held out for the test" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "math: train 49 prompts; left out: 8 held out for the test" in printed
+    assert re.search("generated programs run in a sandbox: (namespaces|bubblewrap|landlock)\n", printed)
+
+
+def test_without_isolation_a_run_says_so(capsys: pytest.CaptureFixture[str], monkeypatch) -> None:
+    monkeypatch.chdir(REPOSITORY)
+    train.main(["--config", "examples/math_code.toml", "--dry-run", "--reward.sandbox", "none"])
+    assert "generated programs run WITHOUT isolation" in capsys.readouterr().out

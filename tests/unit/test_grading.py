@@ -3,6 +3,7 @@
 import threading
 import time
 from concurrent.futures import Future
+from typing import Literal
 
 import torch
 
@@ -15,7 +16,7 @@ from quads.types import Completion, Example
 HANGS = r"\int_0^1 \sqrt{\sin(x^{17}+\cos(x^x))+\tan(x^3+x+1)^{\ln(x+2)}}\,dx"  # no computer algebra finishes it
 
 
-def completion(*token_ids: int, reason="stop") -> Completion:
+def completion(*token_ids: int, reason: Literal["stop", "length"] = "stop") -> Completion:
     return Completion(list(token_ids), [0.0] * len(token_ids), reason, 1)
 
 
