@@ -19,6 +19,7 @@ from quads.types import Completion
 
 CONFIG = replace(ARCHITECTURES["tiny"], vocab_size=517, head_dim=32, num_experts=6)
 SETTINGS = RolloutSettings(max_batch=16, max_prompt_tokens=176, max_new_tokens=16)
+LLM_OPTIONS = {"block_size": 32, "max_num_batched_tokens": 192}  # a step takes one prompt of full length
 CPU = torch.device("cpu")
 # |log-prob| differences: fp32 arithmetic in another order, over two layers; measured 1e-6.
 LOGPROB_TOLERANCE = 1e-5
@@ -50,7 +51,7 @@ def make_vllm(spec: QuantSpec, **options: Any) -> Any:
     from quads.rollout.vllm_engine import VLLMEngine
 
     return VLLMEngine(
-        CONFIG, spec, SETTINGS, torch.float32, CPU, report=lambda text: None, llm_options={"block_size": 32, **options}
+        CONFIG, spec, SETTINGS, torch.float32, CPU, report=lambda text: None, llm_options=LLM_OPTIONS | options
     )
 
 

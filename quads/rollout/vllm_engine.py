@@ -101,6 +101,8 @@ class VLLMEngine:
             "enable_sleep_mode": device.type == "cuda",
             "enable_return_routed_experts": self._returns_routing,
         }
+        if device.type == "cpu":  # vLLM rewinds the seed of a prompt that a step cuts in two, and cannot on a CPU
+            arguments["enable_chunked_prefill"] = False
         if not arguments["enforce_eager"]:
             arguments["compilation_config"] = {"cudagraph_capture_sizes": graph_sizes(rollout.max_batch)}
         self._in_group = rollout.tensor_parallel > 1

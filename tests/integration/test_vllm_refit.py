@@ -231,3 +231,12 @@ def test_twenty_refits_move_nothing(engine: Any) -> None:
     for step in range(20):
         sync(learners[step % 2], engine, SPEC, version=step, verify=True)
     assert {name: p.data_ptr() for name, p in parameters(engine).items()} == before
+
+
+def test_more_prompts_than_a_step_takes(engine: Any) -> None:
+    """Prompts wait for a later step where the tokens of one are used up, and are not cut in two."""
+    sync(make_learner(), engine, SPEC, version=1)
+    generator = torch.Generator().manual_seed(7)
+    prompts = [torch.randint(4, 500, (50,), generator=generator).tolist() for _ in range(12)]  # 192 tokens a step
+    groups = engine.generate(prompts, 1, Sampling(3), list(range(12)))
+    assert [len(group[0].token_ids) for group in groups] == [3] * 12
