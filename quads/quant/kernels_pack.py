@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from quads.quant import nvfp4
+from quads.quant.kernels_codes import encode_words, word_block_max
 from quads.quant.kernels_gemm import to_bf16
 from quads.quant.kernels_math import (
     INF_BITS,
@@ -73,6 +74,24 @@ def weight_kernel(
 
 
 @triton.jit
+def pack_kernel(x_ptr, g_ptr, gs_ptr, packed_ptr, byte_ptr, blocks, NB: tl.constexpr, ASM: tl.constexpr):
+    """`weight_kernel` with PACK, of bfloat16 values (x_ptr: int32 words of two), a block a thread."""
+    e = tl.program_id(1)
+    block = tl.program_id(0) * NB + tl.arange(0, NB)
+    at = e.to(tl.int64) * blocks + block
+    inside = (block < blocks)[:, None]
+    words = x_ptr + at[:, None] * 8 + tl.arange(0, 4)[None, :]
+    first = tl.load(words, mask=inside, other=0)
+    second = tl.load(words + 4, mask=inside, other=0)
+    byte, _, inv = block_factors(word_block_max(first, second, ASM), tl.load(g_ptr + e), tl.load(gs_ptr + e))
+    dead = (byte == 0) | (byte == 0x7F)
+    pairs = packed_ptr + at[:, None] * 8 + tl.arange(0, 4)[None, :]
+    tl.store(pairs, encode_words(first, inv, dead, ASM), mask=inside)
+    tl.store(pairs + 4, encode_words(second, inv, dead, ASM), mask=inside)
+    tl.store(byte_ptr + at, byte.to(tl.uint8), mask=block < blocks)
+
+
+@triton.jit
 def dequantize_kernel(packed_ptr, byte_ptr, g_ptr, out_ptr, blocks, NB: tl.constexpr, ASM: tl.constexpr):
     """(e2m1 * e4m3) * g of NB blocks of one matrix (or row) per program, in out_ptr's dtype."""
     e = tl.program_id(1)
@@ -124,6 +143,21 @@ def _launch(w: Tensor, g: Tensor | None, gs: Tensor | None, mode: Literal["pow2"
     byte = torch.empty(*shape, w.shape[-1] // 16, dtype=torch.uint8, device=w.device) if pack else w
     value = w if dtype is None else torch.empty(w.shape, dtype=dtype, device=w.device)
     blocks = size // 16
+    if pack and w.dtype == torch.bfloat16:
+        nb = min(triton.next_power_of_2(blocks), 256)
+        pack_kernel[(triton.cdiv(blocks, nb), experts)](
+            w.view(torch.int32),
+            g_E,
+            gs_E,
+            packed,
+            byte,
+            blocks,
+            NB=nb,
+            ASM=compiled(),
+            num_warps=max(min(nb // 32, 4), 1),
+            enable_fp_fusion=False,
+        )
+        return packed, byte, value, g
     nb = min(triton.next_power_of_2(blocks), 128)
     weight_kernel[(triton.cdiv(blocks, nb), experts)](
         w,

@@ -11,14 +11,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from quads.quant.kernels_codes import encode_words, finite_max, word_block_max
 from quads.quant.kernels_gemm import start_next, wait_for_previous
 from quads.quant.kernels_layout import padded
 from quads.quant.kernels_math import (
     INF_BITS,
     abs_bits,
+    block_factors,
     compiled,
     keep_top,
     pack_tile,
+    pow2_scale,
     quantize_tile,
     store_values,
     tile_columns,
@@ -120,6 +123,54 @@ def rows_kernel(
 
 
 @triton.jit
+def row_codes_kernel(
+    x_ptr,
+    packed_ptr,
+    byte_ptr,
+    scale_ptr,
+    slots_ptr,
+    slots_end,
+    blocks,
+    stride_x,
+    NB: tl.constexpr,
+    HAS_SLOTS: tl.constexpr,
+    AFTER_ROUTE: tl.constexpr,
+    ASM: tl.constexpr,
+):
+    """`rows_kernel` with CODES and no residual, of bfloat16 rows of whole blocks (x_ptr: int32 words of two values,
+    rows stride_x words apart), a block a thread: see kernels_codes.py."""
+    start_next(ASM)
+    row = tl.program_id(0).to(tl.int64)
+    target = row
+    if HAS_SLOTS:
+        target = tl.load(slots_ptr + row)
+    if not AFTER_ROUTE:
+        wait_for_previous(ASM)
+    if HAS_SLOTS:
+        if target >= slots_end:
+            return
+    block = tl.arange(0, NB)
+    inside = (block < blocks)[:, None]
+    words = x_ptr + row * stride_x + block[:, None] * 8 + tl.arange(0, 4)[None, :]
+    first = tl.load(words, mask=inside, other=0)
+    second = tl.load(words + 4, mask=inside, other=0)
+    block_max = word_block_max(first, second, ASM)
+    amax = tl.max(block_max)
+    if amax >= INF_BITS:  # rare: leave the elements that are not finite out
+        amax = tl.maximum(tl.max(tl.ravel(finite_max(first))), tl.max(tl.ravel(finite_max(second))))
+    g, gs = pow2_scale(amax)
+    byte, _, inv = block_factors(block_max, g, gs)
+    tl.store(scale_ptr + row, g)
+    dead = (byte == 0) | (byte == 0x7F)
+    pairs = packed_ptr + (row * blocks + block)[:, None] * 8 + tl.arange(0, 4)[None, :]
+    tl.store(pairs, encode_words(first, inv, dead, ASM), mask=inside)
+    tl.store(pairs + 4, encode_words(second, inv, dead, ASM), mask=inside)
+    tl.store(byte_ptr + row * blocks + block, byte.to(tl.uint8), mask=block < blocks)
+    if AFTER_ROUTE:
+        wait_for_previous(ASM)
+
+
+@triton.jit
 def reorder_kernel(x_ptr, out_ptr, K, width, stride_x, KP: tl.constexpr, AFTER_ROUTE: tl.constexpr, ASM: tl.constexpr):
     """bfloat16 rows -> the GEMM's column order, padding columns 0 (activations that stay in 16 bits)."""
     start_next(ASM)
@@ -196,6 +247,28 @@ def quantize_activations(
     )
     scale = torch.empty(count, dtype=torch.float32, device=device)
     block_scale = torch.empty(count, width // 16, dtype=torch.uint8, device=device) if codes else None
+    whole_words = x_RK.dtype == torch.bfloat16 and k % 16 == 0 and x_RK.stride(0) % 2 == x_RK.storage_offset() % 2 == 0
+    if codes and compensation is None and not stored and whole_words:
+        assert block_scale is not None
+        blocks = k // 16
+        row_codes_kernel[(rows,)](
+            x_RK.view(torch.int32),
+            data,
+            block_scale,
+            scale,
+            scale if slots is None else slots[0],
+            0 if slots is None else slots[1],
+            blocks,
+            x_RK.stride(0) // 2,
+            NB=triton.next_power_of_2(blocks),
+            HAS_SLOTS=slots is not None,
+            AFTER_ROUTE=after_route,
+            ASM=compiled(),
+            num_warps=min(max(blocks // (32 if rows < 1024 else 128), 1), 8),
+            enable_fp_fusion=False,
+            launch_pdl=compiled(),
+        )
+        return Operand(data, scale, block_scale, False), None
     mask, mode = None, "none"
     if compensation is not None:
         mode = "token" if compensation.selection == "token" else "mask"

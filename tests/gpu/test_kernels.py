@@ -19,7 +19,17 @@ PRECISIONS = ("w4a16", "w4a4", "w4a4_residual")
 @pytest.mark.parametrize("mode", ["pow2", "amax"])
 @pytest.mark.parametrize("shape", [(1, 16), (7, 48), (2, 6, 32), (1, 2064), (300, 40), (4, 256, 2048), (1000, 4096)])
 def test_weight_quantizer(shape, mode):
-    check.check_weight_quantizer(shape, mode, "cuda")
+    for dtype in (torch.float32, torch.bfloat16):
+        check.check_weight_quantizer(shape, mode, "cuda", dtype)
+
+
+@pytest.mark.parametrize(("rows", "k"), [(1, 16), (7, 48), (9, 144), (64, 2064), (1500, 2048), (40, 8192)])
+def test_quantizer_of_packed_rows(rows, k):
+    check.check_row_codes(rows, k, "cuda")
+
+
+def test_quantizer_codes_of_every_bfloat16():
+    check.check_codes_of_every_bfloat16("cuda")
 
 
 @pytest.mark.parametrize("mode", ["pow2", "amax"])

@@ -32,13 +32,14 @@ def awkward_rows(rows: int, k: int) -> Tensor:
     return x
 
 
-def check_weight_quantizer(shape: tuple[int, ...], mode: nvfp4.GlobalScaleMode, device: str) -> None:
-    x = awkward_rows(shape[:-1].numel() if isinstance(shape, torch.Size) else _numel(shape[:-1]), shape[-1])
-    x = x.view(shape)
+def check_weight_quantizer(
+    shape: tuple[int, ...], mode: nvfp4.GlobalScaleMode, device: str, dtype: torch.dtype = torch.float32
+) -> None:
+    x = awkward_rows(_numel(shape[:-1]), shape[-1]).view(shape).to(dtype)
     if len(shape) == 3:
-        g, gs = nvfp4.global_scale(nvfp4.finite_amax(x, dim=(1, 2)), mode)
+        g, gs = nvfp4.global_scale(nvfp4.finite_amax(x.float(), dim=(1, 2)), mode)
     else:
-        g, gs = nvfp4.global_scale(nvfp4.finite_amax(x), mode)
+        g, gs = nvfp4.global_scale(nvfp4.finite_amax(x.float()), mode)
     packed, block_scale, _ = nvfp4.quantize(x, g, gs=gs)
     got_packed, got_scale, got_g = kernels.quantize(x.to(device), mode=mode)
     assert torch.equal(got_packed.cpu(), packed)
@@ -85,6 +86,31 @@ def packed_weight(shape: tuple[int, ...]) -> tuple[Tensor, Tensor, Tensor]:
     w = torch.randn(shape) * torch.randn(*shape[:-1], 1).mul(2).exp()
     w[..., :16] *= 2.0**-14
     return nvfp4.quantize(w, nvfp4.global_scale(nvfp4.finite_amax(w, dim=(-1, -2)))[0])
+
+
+def check_row_codes(rows: int, k: int, device: str) -> None:
+    """Packed activations without a residual, bf16: the kernel that gives a block to a thread."""
+    x = awkward_rows(rows, k).bfloat16()
+    want = nvfp4.quantize_rows(x)
+    operand, mask = quantize_activations(x.to(device), k, codes=True)
+    assert mask is None and operand.block_scale is not None and operand.scale is not None
+    assert torch.equal(operand.data.cpu(), want[0])
+    assert torch.equal(operand.block_scale.cpu(), want[1].view(torch.uint8))
+    assert same_bits(operand.scale, want[2].flatten())
+
+
+def check_codes_of_every_bfloat16(device: str) -> None:
+    """All 65536 values beside block maxima of many sizes, so that every rounding boundary is met."""
+    values = torch.arange(65536, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+    blocks = values.view(-1, 8).repeat(16, 1)
+    maxima = torch.randn(blocks.shape[0], 8).mul(3).exp().bfloat16() * values.view(-1, 8).repeat(16, 1).abs()
+    x = torch.cat([blocks, torch.where(maxima.isfinite(), maxima, 1.0)], dim=1).view(16, -1, 64)
+    g = torch.ones(16, 1, 1) * 2.0 ** torch.arange(-20, 12, 2).view(16, 1, 1)
+    packed, block_scale, _ = nvfp4.quantize(x, g)
+    got = kernels.quantize(x.to(device), g.to(device))
+    assert torch.equal(got[0].cpu(), packed) and torch.equal(
+        got[1].cpu().view(torch.uint8), block_scale.view(torch.uint8)
+    )
 
 
 def check_quantize_in_place(shape: tuple[int, ...], swiglu: bool, mode: nvfp4.GlobalScaleMode, device: str) -> None:

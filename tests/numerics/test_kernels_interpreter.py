@@ -24,7 +24,15 @@ if INTERPRETED:
     @pytest.mark.parametrize("mode", ["pow2", "amax"])
     @pytest.mark.parametrize("shape", [(1, 16), (7, 48), (2, 6, 32), (1, 2064), (300, 40)])
     def test_weight_quantizer(shape, mode):
-        check.check_weight_quantizer(shape, mode, "cpu")
+        for dtype in (torch.float32, torch.bfloat16):
+            check.check_weight_quantizer(shape, mode, "cpu", dtype)
+
+    @pytest.mark.parametrize(("rows", "k"), [(1, 16), (7, 48), (9, 144), (2, 2064)])
+    def test_packed_rows_without_residual(rows, k):
+        check.check_row_codes(rows, k, "cpu")
+
+    def test_codes_of_every_bfloat16():
+        check.check_codes_of_every_bfloat16("cpu")
 
     @pytest.mark.parametrize(
         ("rows", "k", "selection", "ratio"),

@@ -1,0 +1,138 @@
+"""Blocks of 16 bfloat16 values -> packed E2M1 codes, a whole block in the registers of one thread.
+
+kernels_math.py rounds and packs any fp32 tile, at some 35 instructions an element, most of them repeated by the threads
+that share a block. Here a block is two 16-byte loads of one thread, which finds its largest element two at a time,
+computes the scale once, and packs eight codes into a word as it rounds:
+
+    a = |x| * inv (fp32)       code = min(rn(2 a), 2 + rn(a), 4 + rn(a / 2), 7)
+
+Each rn is one addition to 1.5 * 2**23, whose low bits then are the integer (ties to even); the three lines meet where
+E2M1's spacing doubles. The bits are those of `nvfp4.quantize`.
+
+Legend: NB blocks, a word is two neighbouring values, the first in its low half.
+"""
+
+import triton
+import triton.language as tl
+
+from quads.quant.kernels_math import INF_BITS, e2m1_round, with_sign
+
+_BLOCK_MAX = tl.constexpr(
+    """
+{
+.reg .b32 a, b, m;
+and.b32 m, $4, 0x7FFF7FFF;
+and.b32 a, $5, 0x7FFF7FFF;
+max.u16x2 m, m, a;
+and.b32 a, $6, 0x7FFF7FFF;
+and.b32 b, $7, 0x7FFF7FFF;
+max.u16x2 a, a, b;
+max.u16x2 m, m, a;
+and.b32 a, $8, 0x7FFF7FFF;
+and.b32 b, $9, 0x7FFF7FFF;
+max.u16x2 a, a, b;
+max.u16x2 m, m, a;
+and.b32 a, $10, 0x7FFF7FFF;
+and.b32 b, $11, 0x7FFF7FFF;
+max.u16x2 a, a, b;
+max.u16x2 m, m, a;
+shl.b32 a, m, 16;
+max.u32 m, m, a;
+and.b32 m, m, 0xFFFF0000;
+mov.b32 $0, m;
+mov.b32 $1, m;
+mov.b32 $2, m;
+mov.b32 $3, m;
+}
+"""
+)
+"""Largest |x| of 8 words, as the bits of a float, four times."""
+
+
+def _encode_words() -> str:
+    """PTX: four words ($1..$4), inv ($5), mask of the result ($9) -> eight codes in $0."""
+    lines = ["{", ".reg .b32 w<4>, t, acc, p, q, r, one, zero;", ".reg .f32 x, a, b, c;"]
+    lines += ["mov.b32 one, 0x3F803F80;", "mov.b32 zero, 0;"]
+    for i in range(4):
+        lines.append(f"fma.rn.bf16x2 w{i}, ${i + 1}, one, zero;")  # -0.0 becomes +0.0
+    for i in reversed(range(4)):
+        for half in (1, 0):
+            lines.append(f"and.b32 t, w{i}, 0xFFFF0000;" if half else f"shl.b32 t, w{i}, 16;")
+            lines += [
+                "mov.b32 x, t;",
+                "abs.f32 x, x;",
+                "mul.rn.f32 x, x, $5;",
+                "fma.rn.f32 a, x, 0f40000000, 0f4B400000;",  # 2 a
+                "add.rn.f32 b, x, 0f4B400002;",  # a, 2 more
+                "fma.rn.f32 c, x, 0f3F000000, 0f4B400004;",  # a / 2, 4 more
+                "min.f32 a, a, b;",
+                "min.f32 c, c, 0f4B400007;",
+                "min.f32 a, a, c;",
+                "mov.b32 t, a;",
+                "mov.b32 acc, t;" if (i, half) == (3, 1) else "mad.lo.u32 acc, acc, 16, t;",
+            ]
+    constant = sum(0x4B400000 << 4 * i for i in range(8)) % 2**32
+    lines += [
+        f"sub.u32 acc, acc, {constant};",
+        "prmt.b32 p, w0, w1, 0x7351;",  # the high byte of each value holds its sign
+        "prmt.b32 q, w2, w3, 0x7351;",
+        "prmt.b32 r, p, q, 0x5410;",
+        "prmt.b32 p, p, q, 0x7632;",
+        "shr.u32 r, r, 4;",
+        "lop3.b32 acc, acc, r, 0x08080808, 0xF8;",  # acc | (r & 0x08080808)
+        "lop3.b32 acc, acc, p, 0x80808080, 0xF8;",
+        "and.b32 $0, acc, $9;",
+        "}",
+    ]
+    return "\n".join(lines)
+
+
+_ENCODE = tl.constexpr(_encode_words())
+
+
+@triton.jit
+def halves(word):
+    """The two values of a word as fp32."""
+    return (word << 16).to(tl.float32, bitcast=True), (word & -65536).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def word_block_max(first, second, ASM: tl.constexpr):
+    """int32 words [NB, 4] of the halves of NB blocks -> bits of the largest |x| of each block, int32 [NB]."""
+    if ASM:
+        m = tl.inline_asm_elementwise(
+            _BLOCK_MAX, "=r,=r,=r,=r,r,r,r,r,r,r,r,r", [first, second], dtype=tl.int32, is_pure=True, pack=4
+        )
+    else:
+        m = tl.maximum(
+            tl.maximum((first << 16) & 0x7FFFFFFF, first & 0x7FFF0000),
+            tl.maximum((second << 16) & 0x7FFFFFFF, second & 0x7FFF0000),
+        )
+    return tl.max(m, axis=1)
+
+
+@triton.jit
+def finite_max(words):
+    """Bits of the larger finite |x| of each word, 0 if neither is finite."""
+    low, high = (words << 16) & 0x7FFFFFFF, words & 0x7FFF0000
+    return tl.maximum(tl.where(low >= INF_BITS, 0, low), tl.where(high >= INF_BITS, 0, high))
+
+
+@triton.jit
+def encode_words(words, inv, dead, ASM: tl.constexpr):
+    """int32 words [NB, 4] -> uint8 [NB, 4], two codes a byte. inv: fp32 [NB], element factor; dead: int1 [NB], blocks
+    that hold code 0 only (scale 0 or NaN)."""
+    inv = tl.broadcast_to(inv[:, None], words.shape)
+    keep = tl.broadcast_to(tl.where(dead, 0, -1)[:, None], words.shape)
+    if ASM:
+        codes = tl.inline_asm_elementwise(
+            _ENCODE, "=r,r,r,r,r,r,r,r,r,r,r,r,r", [words, inv, keep], dtype=tl.uint8, is_pure=True, pack=4
+        )
+    else:
+        low, high = halves(words)
+        low, high = low + 0.0, high + 0.0
+        low_bits = with_sign(e2m1_round(tl.abs(low) * inv) * 1.1754943508222875e-38, low).to(tl.int32, bitcast=True)
+        high_bits = with_sign(e2m1_round(tl.abs(high) * inv) * 1.1754943508222875e-38, high).to(tl.int32, bitcast=True)
+        both = ((low_bits >> 22) & 7) | ((low_bits >> 28) & 8) | ((high_bits >> 18) & 0x70) | ((high_bits >> 24) & 0x80)
+        codes = (both & keep).to(tl.uint8)
+    return codes
