@@ -58,7 +58,7 @@ class ReferenceSite:
         if isinstance(self.stored, NVFP4Tensor):
             for part, tensor in self.stored.parts.items():
                 setattr(self.stored, part, nn.Parameter(tensor, requires_grad=False))
-            self.loader: GroupLoader | PlainLoader = GroupLoader(name, parts, spec.global_scale, self.write)
+            self.loader: GroupLoader | PlainLoader = GroupLoader(name, parts, spec.global_scale, self)
         else:
             self.stored = nn.Parameter(self.stored, requires_grad=False)
             self.loader = PlainLoader(parts, self.write_plain)
@@ -87,6 +87,11 @@ class ReferenceSite:
             stored.block_scale.view(torch.uint8)[experts] = block_scale.view(torch.uint8)
             stored.global_scale[experts] = g.view(-1, 1, 1)
         self._wide = None
+
+    def quantize(self, experts: slice, values: Tensor, g: Tensor, gs: Tensor) -> None:
+        """Overwrite `experts` in place with the quantized values bf16 [e, N, K]."""
+        packed, block_scale, _ = nvfp4.quantize(values, g, self.spec.global_scale, gs=gs)
+        self.write(experts, packed, block_scale, g.reshape(-1))
 
     def write_plain(self, experts: slice, rows: slice, tensor: Tensor) -> None:
         """Overwrite `rows` of `experts` in place: tensor [e, n, K] (e = 1: a linear layer)."""

@@ -11,14 +11,13 @@ Shapes: e experts (1 for a linear layer), N rows, K columns.
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import ModuleType
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from quads.errors import UserError
 from quads.quant import nvfp4
-from quads.quant.backend import load_kernels
 from quads.quant.tensor import NVFP4Tensor
 
 Member = str | int  # "q", "w1", shard number, ...
@@ -46,6 +45,18 @@ class Part:
         return tensor.packed[..., rows, start // 2 : end // 2], tensor.block_scale[..., rows, start // 16 : end // 16]
 
 
+class Sink(Protocol):
+    """Where complete groups go: storage of one matmul, overwritten in place for the experts given."""
+
+    def write(self, experts: slice, packed: Tensor, block_scale: Tensor, g: Tensor) -> None:
+        """Checkpoint bytes: packed [e, N, K/2], block_scale [e, N, K/16], g [e]."""
+        ...
+
+    def quantize(self, experts: slice, values: Tensor, g: Tensor, gs: Tensor) -> None:
+        """Values bf16 [e, N, K], and their global scales, as `nvfp4.quantize` takes them."""
+        ...
+
+
 class GroupLoader:
     """Brings the members of a sharing group into the buffers of a layer."""
 
@@ -54,10 +65,10 @@ class GroupLoader:
         name: str,
         parts: dict[Member, Part],
         mode: nvfp4.GlobalScaleMode,
-        write: Callable[[slice, Tensor, Tensor, Tensor], None],
+        sink: Sink,
     ) -> None:
-        """name: the parameter, for messages. parts: members in row order. write: of the site."""
-        self._name, self._parts, self._mode, self._write = name, parts, mode, write
+        """name: the parameter, for messages. parts: members in row order. sink: the site."""
+        self._name, self._parts, self._mode, self._sink = name, parts, mode, sink
         self._waiting: dict[int, dict[Member, Tensor]] = {}
 
     def add(self, member: Member, tensor: Tensor, first: int = 0) -> None:
@@ -95,20 +106,16 @@ class GroupLoader:
         pieces = list(zip(parts, sources, strict=True))
         if packed:
             g = self._common_scale(packed)
-            quantized = [part.of_packed(tensor) for part, tensor in pieces]
-        else:
-            # What is quantized is the bf16 value of a weight, everywhere.
-            g, gs = nvfp4.global_scale(torch.stack([_amax(t.to(torch.bfloat16)) for t in tensors]).amax(0), self._mode)
-            operators = _operators(tensors[0].device)
-            quantized = [
-                operators.quantize(part.of(t).to(torch.bfloat16), g, self._mode, gs=gs)[:2] for part, t in pieces
-            ]
-        codes = torch.cat([codes for codes, _ in quantized], dim=-2) if len(quantized) > 1 else quantized[0][0]
-        scales = [scales.view(torch.uint8) for _, scales in quantized]
-        scales = torch.cat(scales, dim=-2) if len(scales) > 1 else scales[0]
-        if codes.dim() == 2:
-            codes, scales = codes.unsqueeze(0), scales.unsqueeze(0)
-        self._write(slice(first, first + codes.shape[0]), codes, scales.view(torch.float8_e4m3fn), g.reshape(-1))
+            codes, scales = zip(*(part.of_packed(tensor) for part, tensor in pieces), strict=True)
+            codes, scales = _stack(list(codes)), _stack([scale.view(torch.uint8) for scale in scales])
+            experts = slice(first, first + codes.shape[0])
+            self._sink.write(experts, codes, scales.view(torch.float8_e4m3fn), g.reshape(-1))
+            return
+        # What is quantized is the bf16 value of a weight, everywhere.
+        amax = torch.stack([_amax(tensor.to(torch.bfloat16)) for tensor in tensors]).amax(0)
+        g, gs = nvfp4.global_scale(amax, self._mode)
+        values = _stack([part.of(tensor).to(torch.bfloat16) for part, tensor in pieces])
+        self._sink.quantize(slice(first, first + values.shape[0]), values, g, gs)
 
     def _common_scale(self, tensors: list[NVFP4Tensor]) -> Tensor:
         scales = [t.global_scale.reshape(-1) for t in tensors]
@@ -125,9 +132,10 @@ def _is_whole(tensor: Tensor, parts: list[Part]) -> bool:
     return in_order and sizes == tuple(tensor.shape[-2:])
 
 
-def _operators(device: torch.device) -> ModuleType:
-    """Where `quantize` comes from: the specification, or the same operator as a kernel."""
-    return load_kernels() if device.type == "cuda" else nvfp4
+def _stack(pieces: list[Tensor]) -> Tensor:
+    """[e, N, K] from pieces [(e,) n, K] one below the other."""
+    stacked = torch.cat(pieces, dim=-2) if len(pieces) > 1 else pieces[0]
+    return stacked.unsqueeze(0) if stacked.dim() == 2 else stacked
 
 
 def _amax(tensor: Tensor) -> Tensor:

@@ -47,7 +47,7 @@ class TritonSite:
         self.weight = KernelWeight(shape, path=path, swiglu=len(shape) == 3 and len(parts) == 2, device=device)
         for buffer in ("words", "scales", "g"):
             setattr(self.weight, buffer, nn.Parameter(getattr(self.weight, buffer), requires_grad=False))
-        self.loader = GroupLoader(name, parts, spec.global_scale, self.write)
+        self.loader = GroupLoader(name, parts, spec.global_scale, self)
         self._staged: tuple[NVFP4Tensor, set[int]] | None = None
         if not hasattr(torch.ops.vllm, "quads_linear"):
             direct_register_custom_op("quads_linear", _linear, mutates_args=[], fake_impl=_linear_shape)
@@ -80,6 +80,11 @@ class TritonSite:
         if len(there) == self.weight.experts:
             self.weight.load_(staged.packed, staged.block_scale, staged.global_scale)
             self._staged = None
+
+    def quantize(self, experts: slice, values: Tensor, g: Tensor, gs: Tensor) -> None:
+        """Overwrite `experts` in place with the quantized values bf16 [e, N, K]: one kernel, into its own layout."""
+        values = values if len(self.weight.shape) == 3 else values[0]
+        self.weight.quantize_(values, g, self.spec.global_scale, gs=gs, expert=experts.start)
 
     def forget(self) -> None:
         """Drop matrices that wait for the rest of their group or layer."""
