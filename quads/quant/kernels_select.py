@@ -79,8 +79,8 @@ def rank_kernel(
 
     A unit is kept when fewer than `keep` others come before it: a larger score, or an equal one at a lower index.
     """
-    start_next(ASM)
     wait_for_previous(ASM)
+    start_next(ASM)  # after the wait: what follows may rely on the routing map, which `scores_kernel` waited for
     own = tl.program_id(0) * OWN + tl.arange(0, OWN)
     score = tl.load(score_ptr + own)
     CHUNK: tl.constexpr = UNITS if UNITS < 512 else 512

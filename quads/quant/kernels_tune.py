@@ -17,13 +17,15 @@ Layer = Literal["w13", "w2", "dense"]
 
 
 class Tile(NamedTuple):
-    """bn weight rows, kstep * 128 columns a step, pipeline stages, warps, programs that share K ("dense" only)."""
+    """bn weight rows, kstep * 128 columns a step, pipeline stages, warps, programs that share K ("dense" only); whether
+    weights are prefetched while the kernel before still runs."""
 
     bn: int
     kstep: int
     stages: int
     warps: int
     split: int = 1
+    prefetch: bool = False
 
 
 class ShapeClass(NamedTuple):

@@ -30,11 +30,11 @@ def ptx(kernel, pointers, constants, capability, **options) -> str:
     return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options).asm["ptx"]
 
 
-def gemm_ptx(mode, bm, bn, kstep, warps, residual=False, capability=90):
+def gemm_ptx(mode, bm, bn, kstep, warps, residual=False, capability=90, prefetch=False):
     pointers = {"x_ptr": "*bf16", "x_scale_ptr": "*fp32", "w_ptr": "*i16", "s_ptr": "*u8", "g_ptr": "*fp32"}
     pointers |= {"rows_ptr": "*i32", "expert_ptr": "*i32", "out_ptr": "*bf16"}
     constants = {"TOP_K": 8, "BM": bm, "BN": bn, "KSTEP": kstep, "MODE": mode, "SCALED": True, "RESIDUAL": residual}
-    constants |= {"SPLIT": 1, "ASM": True}
+    constants |= {"SPLIT": 1, "MAPPED": mode == "scatter" or prefetch, "PREFETCH": prefetch, "ASM": True}
     return ptx(w4_gemm_kernel, pointers, constants, capability, num_warps=warps, num_stages=3)
 
 
@@ -55,6 +55,12 @@ def test_every_wgmma_is_waited_for_inside_the_loop():
     assert back and "wgmma.wait_group.sync.aligned \t0" in text[last_mma : last_mma + back.start()].replace(
         "aligned 0", "aligned \t0"
     )
+
+
+def test_weights_are_prefetched_before_the_wait():
+    for mode in ("gather", "scatter"):
+        text = gemm_ptx(mode, 8, 64, 2, 2, prefetch=True)
+        assert 0 < text.index("cp.async.bulk.prefetch.L2") < text.index("griddepcontrol.wait")
 
 
 def test_small_token_tiles_use_warp_mma():

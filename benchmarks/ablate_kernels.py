@@ -1,0 +1,113 @@
+"""Where the time of a 4-bit expert layer goes: the layer with one stage left out or changed, microseconds.
+
+    python -m benchmarks.ablate_kernels [TOKENS ...]
+
+Leaving a stage out gives wrong numbers at the right speed: a kernel's results of an earlier call stand in for it.
+"""
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+
+from benchmarks.timing import graph_us
+from benchmarks.tune_kernels import EXPERTS, HIDDEN, TOP_K, WIDTH, weight
+from quads.quant import kernels, kernels_quantize
+
+VARIANTS = {"w4a4": ("w4a4", "batch"), "batch": ("w4a4_residual", "batch"), "token": ("w4a4_residual", "token")}
+
+
+@contextmanager
+def remembered(module: Any, name: str) -> Iterator[None]:
+    """A function that runs once for each shape of its tensors and then returns what it returned."""
+    real, seen = getattr(module, name), {}
+
+    def cached(*args, **kwargs):
+        key = tuple(a.shape if isinstance(a, torch.Tensor) else str(type(a)) for a in args)
+        if key not in seen:
+            seen[key] = real(*args, **kwargs)
+        return seen[key]
+
+    with patch.object(module, name, cached):
+        yield
+
+
+@contextmanager
+def tiles(change: Callable) -> Iterator[None]:
+    """Other launch configurations: change(layer, tile) -> tile."""
+    real = kernels.shape_class
+
+    def changed(*args):
+        row = real(*args)
+        return row._replace(tiles={layer: change(layer, tile) for layer, tile in row.tiles.items()})
+
+    with patch.object(kernels, "shape_class", changed):
+        yield
+
+
+@contextmanager
+def without_gemm(name: str) -> Iterator[None]:
+    real = kernels._gemm
+
+    def skip(operand, weight, out, layer, *args, **kwargs):
+        if layer != name:
+            real(operand, weight, out, layer, *args, **kwargs)
+
+    with patch.object(kernels, "_gemm", skip):
+        yield
+
+
+@contextmanager
+def as_it_is() -> Iterator[None]:
+    yield
+
+
+def prefetch(*layers: str):
+    return tiles(lambda layer, tile: tile._replace(prefetch=layer in layers))
+
+
+STAGES = {
+    "whole": as_it_is,
+    "prefetch w2": lambda: prefetch("w2"),
+    "prefetch both": lambda: prefetch("w13", "w2"),
+    "no route": lambda: remembered(kernels, "route"),
+    "no combine": lambda: remembered(kernels, "combine"),
+    "no select": lambda: remembered(kernels_quantize, "select"),
+    "no quantize": lambda: remembered(kernels, "_operand"),
+    "no w13": lambda: without_gemm("w13"),
+    "no w2": lambda: without_gemm("w2"),
+}
+
+
+def layer_us(tokens: int, w4: list, precision: str, selection: str) -> float:
+    span = range(8)
+    x = [torch.randn(tokens, HIDDEN, device="cuda", dtype=torch.bfloat16) for _ in span]
+    ids = [torch.rand(tokens, EXPERTS, device="cuda").topk(TOP_K).indices for _ in span]
+    gates = [torch.rand(tokens, TOP_K, device="cuda").bfloat16() for _ in span]
+
+    def call(i: int) -> None:
+        kernels.moe(x[i], *w4[i % 2], ids[i], gates[i], precision, ("w13",), 0.5, selection)
+
+    return graph_us([lambda i=i: call(i) for i in span])
+
+
+def main() -> None:
+    sizes = [int(each) for each in sys.argv[1:]] or [16, 64, 256]
+    w4 = [(weight((EXPERTS, 2 * WIDTH, HIDDEN), True), weight((EXPERTS, HIDDEN, WIDTH))) for _ in range(2)]
+    print(torch.cuda.get_device_name(), "us; tokens, variant, " + ", ".join(STAGES), flush=True)
+    for tokens in sizes:
+        for name, (precision, selection) in VARIANTS.items():
+            row = []
+            for stage, change in STAGES.items():
+                torch.manual_seed(tokens)  # the same routings in every row
+                with change():
+                    skip = stage == "no select" and name != "batch"
+                    row.append(float("nan") if skip else layer_us(tokens, w4, precision, selection))
+            print(f"{tokens:5d} {name:6s} " + " ".join(f"{us:7.1f}" for us in row), flush=True)
+
+
+if __name__ == "__main__":
+    main()
