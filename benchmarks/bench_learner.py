@@ -2,16 +2,17 @@
 
     python -m benchmarks.bench_learner [--gpus N] [--layers 8] [--steps 10] [--profile] [CASE ...]
 
-CASE is RECIPE:SEQUENCES:CHECKPOINTING:eager|compile[:GATHER], SEQUENCES of 4096 random tokens a GPU in one micro-batch,
-for example quads:8:full:compile. Each case runs in processes of its own (torchrun with N > 1: FSDP2 and expert
-parallelism over all GPUs, GATHER bf16 or packed). Without cases: bf16 beside quads in three settings.
+CASE is RECIPE:SEQUENCES[xLENGTH]:CHECKPOINTING:eager|compile[:GATHER], SEQUENCES of LENGTH (4096) random tokens a GPU
+in one micro-batch, for example quads:8:full:compile or quads:1x16384:none:compile:packed. Each case runs in processes
+of its own (torchrun with N > 1: FSDP2 and expert parallelism over all GPUs, GATHER bf16 or packed). Without cases:
+bf16 beside quads in three settings. --profile adds where one update's time goes on the first GPU.
 
 Each case also prints the loss and gradient norm of its first update: cases with the same total of sequences agree to
 bf16 rounding, whatever the number of GPUs, gathers, checkpointing and compilation.
 
-FLOPs a token: 6 * active parameters without the input embedding, plus 6 * layers * heads * head_dim * length for causal
-attention; recomputation is not counted. MFU is against 989 TFLOP/s (dense bf16 of an H200's data sheet) and beside it
-against 789, what a large matmul reaches there.
+FLOPs a token: 6 * active parameters without the input embedding, plus 6 * layers * heads * head_dim * length for
+causal attention; recomputation is not counted. MFU is against 989 TFLOP/s (dense bf16 of an H200's data sheet) and
+beside it against 789, what a large matmul reaches there.
 """
 
 import argparse
@@ -25,6 +26,7 @@ from dataclasses import replace
 
 import torch
 
+from benchmarks.kernel_times import summarize
 from quads.config_sections import (
     OptimSettings,
     ParallelSettings,
@@ -42,6 +44,7 @@ from quads.quant.learner import QATExperts, QATLinear, convert_learner
 from quads.quant.recipes import QuantSpec, resolve
 from quads.quant.sharded import SHARDED, attach, requantize
 from quads.rl.learner import Learner
+from quads.rl.loss import grpo_loss
 from quads.rl.packing import Microbatch, Sample, pack
 from quads.types import Completion
 
@@ -75,14 +78,19 @@ def main() -> None:
     for case in args.cases or DEFAULT_CASES:
         options = ["--one", case, "--layers", str(args.layers), "--steps", str(args.steps)]
         command = [*launch, __file__, *options, *(["--profile"] if args.profile else [])]
-        done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": os.getcwd()})
+        paths = os.pathsep.join([os.getcwd(), *filter(None, [os.environ.get("PYTHONPATH")])])
+        began = time.perf_counter()
+        done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": paths})
         rows = [line for line in done.stdout.splitlines() if line.startswith(("|", "{")) or args.profile]
-        last = [line for line in done.stderr.splitlines() if "Error" in line][-1:]
-        print("\n".join(rows) if done.returncode == 0 else f"| {case} | failed: {' '.join(last)[:300]} |", flush=True)
+        errors = [line for line in done.stderr.splitlines() if "Error" in line or "error:" in line][:4]
+        failed = f"| {case} | failed: {' / '.join(errors)[:1000]} |"
+        print("\n".join(rows) if done.returncode == 0 else failed, flush=True)
+        print(f"({case}: {time.perf_counter() - began:.0f} s in all)", flush=True)
 
 
 def measure(case: str, layers: int, steps: int, profile: bool) -> None:
-    recipe, sequences, checkpointing, mode, *rest = case.split(":")
+    recipe, batch, checkpointing, mode, *rest = case.split(":")
+    sequences, length = (int(number) for number in (batch if "x" in batch else f"{batch}x{LENGTH}").split("x"))
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     parallel = ParallelSettings(
         ep=world_size,
@@ -94,7 +102,7 @@ def measure(case: str, layers: int, steps: int, profile: bool) -> None:
     all_gather = rest[0] if rest else "bf16"
     with init_distributed(parallel, TrainSettings()) as world:
         learner = build_learner(config, spec, parallel, world, all_gather)
-        microbatches, denominator = make_batch(config, int(sequences), world)
+        microbatches, denominator = make_batch(config, sequences, length, world)
         microbatches = learner.add_fixed_logprobs(microbatches)
         first = learner.update(microbatches, denominator)
         times = [seconds(lambda: learner.update(microbatches, denominator)) for _ in range(WARM_UP + steps)]
@@ -104,11 +112,15 @@ def measure(case: str, layers: int, steps: int, profile: bool) -> None:
             with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as run:
                 learner.update(microbatches, denominator)
                 torch.cuda.synchronize()
-            print(run.key_averages().table(sort_by="cuda_time_total", row_limit=25, max_name_column_width=70))
-        peak = torch.cuda.max_memory_allocated() / GIB
+            print(summarize(run.events()))
+        elif profile:
+            learner.update(microbatches, denominator)
+        peak, reserved = torch.cuda.max_memory_allocated() / GIB, torch.cuda.max_memory_reserved() / GIB
+        phases = memory_phases(learner, microbatches[0], denominator)
         if world.is_main:
-            report(case, config, spec, parallel, world, int(sequences), all_gather, step_s, requantize_s, peak)
-            print(json.dumps({"case": case, "first_loss": first.loss, "first_grad_norm": first.grad_norm}))
+            report(case, config, spec, parallel, world, sequences, length, all_gather, step_s, requantize_s, peak)
+            update = {"case": case, "first_loss": first.loss, "first_grad_norm": first.grad_norm}
+            print(json.dumps({**update, "reserved_gib": reserved, **phases}))
 
 
 def build_learner(
@@ -125,15 +137,29 @@ def build_learner(
     return Learner(model, spec, OptimSettings(), RLSettings(), 1.0, 100, 1, world=world)
 
 
-def make_batch(config: ModelConfig, sequences: int, world: Distributed) -> tuple[list[Microbatch], float]:
+def make_batch(config: ModelConfig, sequences: int, length: int, world: Distributed) -> tuple[list[Microbatch], float]:
     """Random tokens; a prompt of one token, so that all others have logits and loss, as in pretraining."""
     samples = []
     for i in range(world.rank * sequences, (world.rank + 1) * sequences):
         generator = torch.Generator().manual_seed(i)  # one GPU with 8 sequences sees what two see with 4 each
-        first, *rest = torch.randint(config.vocab_size, (LENGTH,), generator=generator).tolist()
+        first, *rest = torch.randint(config.vocab_size, (length,), generator=generator).tolist()
         samples.append(Sample([first], Completion(rest, [-12.0] * len(rest), "stop", 0), (-1.0) ** i))
-    microbatches, denominator = pack(samples, sequences * LENGTH, "token")
+    microbatches, denominator = pack(samples, sequences * length, "token")
     return microbatches, denominator * world.size
+
+
+def memory_phases(learner: Learner, batch: Microbatch, denominator: float) -> dict[str, float]:
+    """GiB allocated between the phases of an update, and the peaks within them."""
+    learner.optimizer.zero_grad(set_to_none=True)
+    torch.cuda.reset_peak_memory_stats()
+    found = {"before_forward": torch.cuda.memory_allocated()}
+    logprobs_N, _, _ = learner.forward_logprobs(learner.model, batch)
+    found |= {"forward_peak": torch.cuda.max_memory_allocated(), "after_forward": torch.cuda.memory_allocated()}
+    torch.cuda.reset_peak_memory_stats()
+    grpo_loss(logprobs_N, batch, learner.loss_config, denominator)[0].backward()
+    found |= {"backward_peak": torch.cuda.max_memory_allocated(), "after_backward": torch.cuda.memory_allocated()}
+    learner.optimizer.zero_grad(set_to_none=True)
+    return {f"{name}_gib": size / GIB for name, size in found.items()}
 
 
 def seconds(call) -> float:
@@ -151,16 +177,17 @@ def report(
     parallel: ParallelSettings,
     world: Distributed,
     sequences: int,
+    length: int,
     all_gather: str,
     step_s: float,
     requantize_s: float,
     peak: float,
 ) -> None:
     active = config.num_parameters()[1] - config.vocab_size * config.hidden_size
-    attention = 6 * config.num_layers * config.num_heads * config.head_dim * LENGTH
-    tokens_per_s = sequences * LENGTH / step_s
+    attention = 6 * config.num_layers * config.num_heads * config.head_dim * length
+    tokens_per_s = sequences * length / step_s
     tflops = tokens_per_s * (6 * active + attention) / 1e12
-    tokens = RLSettings(microbatch_tokens=sequences * LENGTH)
+    tokens = RLSettings(microbatch_tokens=sequences * length)
     estimate = estimate_memory(
         config, spec, RolloutSettings(), tokens, torch.bfloat16, parallel, world.size, all_gather
     )

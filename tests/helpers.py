@@ -75,4 +75,5 @@ def run_torchrun(
 
 def command_env(**env: str) -> dict[str, str]:
     """The environment with this repository importable and idle OpenMP threads asleep (they spin by default)."""
-    return {**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive", **env}
+    paths = os.pathsep.join([str(REPOSITORY), *filter(None, [os.environ.get("PYTHONPATH")])])
+    return {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive", **env}

@@ -10,9 +10,13 @@ thing.
 Logits are the product of hidden states and weights in the activation dtype, accumulated and kept in fp32 (bf16 logits
 would be off by 0.4 %, far more than the gap between learner and rollout that this project measures).
 
+`token_stats` and `logits_gradient` are what happens to a chunk's logits. On a CUDA GPU they are two Triton kernels
+(logprobs_triton.py), elsewhere the plain functions below.
+
 Shapes: T tokens, H hidden, V vocabulary, C tokens of a chunk.
 """
 
+import importlib
 from typing import Any
 
 import torch
@@ -33,22 +37,64 @@ def output_logits(hidden_TH: Tensor, weight_VH: Tensor) -> Tensor:
     return _product(hidden_TH, weight_VH.t())
 
 
+def token_stats(logits_CV: Tensor, targets_C: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
+    """(log-prob of each target, entropy, normalizer log sum_v exp(z_v)), each [C], of z = logits / temperature."""
+    z_CV = logits_CV / temperature
+    normalizer_C = z_CV.logsumexp(-1)
+    logprob_C = z_CV.gather(-1, targets_C[:, None]).squeeze(-1) - normalizer_C
+    mean_logit_C = ((z_CV - normalizer_C[:, None]).exp() * z_CV).sum(-1)
+    return logprob_C, normalizer_C - mean_logit_C, normalizer_C
+
+
+def logits_gradient(
+    logits_CV: Tensor,
+    targets_C: Tensor,
+    normalizer_C: Tensor,
+    entropy_C: Tensor,
+    grad_logprob_C: Tensor,
+    grad_entropy_C: Tensor,
+    temperature: float,
+    dtype: torch.dtype,
+) -> Tensor:
+    """The gradient [C, V] at the logits, in `dtype`, from those at log-probs and entropies.
+
+    d logprob / d z_v = [v = target] - p_v        d entropy / d z_v = -p_v (log p_v + entropy)
+    """
+    grad_logprob_C1 = grad_logprob_C[:, None]
+    logp_CV = logits_CV / temperature - normalizer_C[:, None]
+    grad_CV = -logp_CV.exp() * (grad_logprob_C1 + grad_entropy_C[:, None] * (logp_CV + entropy_C[:, None]))
+    grad_CV.scatter_add_(-1, targets_C[:, None], grad_logprob_C1.to(grad_CV.dtype))
+    return (grad_CV / temperature).to(dtype)
+
+
+def _fused(logits_CV: Tensor) -> bool:
+    """Whether the Triton kernels serve these logits."""
+    return logits_CV.is_cuda and logits_CV.dtype == torch.float32
+
+
+def _stats(logits_CV: Tensor, targets_C: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
+    serve = importlib.import_module("quads.model.logprobs_triton").token_stats if _fused(logits_CV) else token_stats
+    return serve(logits_CV, targets_C, temperature)
+
+
+def _gradient(logits_CV: Tensor, *args: Any) -> Tensor:
+    fused = _fused(logits_CV)
+    serve = importlib.import_module("quads.model.logprobs_triton").logits_gradient if fused else logits_gradient
+    return serve(logits_CV, *args)
+
+
 class _TokenLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, hidden_TH: Tensor, weight_VH: Tensor, targets_T: Tensor, temperature: float, chunk: int
     ) -> tuple[Tensor, Tensor]:
         weight = weight_VH.to(hidden_TH.dtype)
-        logprobs, entropies, normalizers = [], [], []
-        for hidden_CH, targets_C in zip(hidden_TH.split(chunk), targets_T.split(chunk), strict=True):
-            logits_CV = output_logits(hidden_CH, weight) / temperature
-            normalizer_C = logits_CV.logsumexp(-1)
-            logprobs.append(logits_CV.gather(-1, targets_C[:, None]).squeeze(-1) - normalizer_C)
-            mean_logit_C = ((logits_CV - normalizer_C[:, None]).exp() * logits_CV).sum(-1)
-            entropies.append(normalizer_C - mean_logit_C)
-            normalizers.append(normalizer_C)
-        logprobs_T, entropy_T = torch.cat(logprobs), torch.cat(entropies)
-        ctx.save_for_backward(hidden_TH, weight_VH, targets_T, torch.cat(normalizers), entropy_T)
+        stats = [
+            _stats(output_logits(hidden_CH, weight), targets_C, temperature)
+            for hidden_CH, targets_C in zip(hidden_TH.split(chunk), targets_T.split(chunk), strict=True)
+        ]
+        logprobs_T, entropy_T, normalizer_T = (torch.cat(parts) for parts in zip(*stats, strict=True))
+        ctx.save_for_backward(hidden_TH, weight_VH, targets_T, normalizer_T, entropy_T)
         ctx.temperature, ctx.chunk = temperature, chunk
         return logprobs_T, entropy_T
 
@@ -58,15 +104,11 @@ class _TokenLogprobs(torch.autograd.Function):
         weight = weight_VH.to(hidden_TH.dtype)
         grad_hidden_TH = torch.empty_like(hidden_TH)
         grad_weight_VH = torch.zeros(weight_VH.shape, dtype=normalizer_T.dtype, device=weight_VH.device)
+        per_token = (targets_T, normalizer_T, entropy_T, *grads)
         for start in range(0, hidden_TH.shape[0], ctx.chunk):
             rows = slice(start, start + ctx.chunk)
-            hidden_CH, targets_C1 = hidden_TH[rows], targets_T[rows, None]
-            grad_logprob_C1, grad_entropy_C1 = grads[0][rows, None], grads[1][rows, None]
-            logp_CV = output_logits(hidden_CH, weight) / ctx.temperature - normalizer_T[rows, None]
-            # d logprob / d z_v = [v = target] - p_v        d entropy / d z_v = -p_v (log p_v + entropy)
-            grad_CV = -logp_CV.exp() * (grad_logprob_C1 + grad_entropy_C1 * (logp_CV + entropy_T[rows, None]))
-            grad_CV.scatter_add_(-1, targets_C1, grad_logprob_C1.to(grad_CV.dtype))
-            grad_CV = (grad_CV / ctx.temperature).to(hidden_TH.dtype)
+            hidden_CH, per_row = hidden_TH[rows], [values_T[rows] for values_T in per_token]
+            grad_CV = _gradient(output_logits(hidden_CH, weight), *per_row, ctx.temperature, hidden_TH.dtype)
             grad_hidden_TH[rows] = grad_CV @ weight
             grad_weight_VH += _product(grad_CV.t(), hidden_CH)
         return grad_hidden_TH, grad_weight_VH.to(weight_VH.dtype), None, None, None

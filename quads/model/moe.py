@@ -79,7 +79,7 @@ class _TakeRows(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         (places_TC,) = ctx.saved_tensors
         grad_TCH = grads[0].index_select(0, places_TC.flatten()).unflatten(0, places_TC.shape)
-        return grad_TCH.sum(1), None, None
+        return grad_TCH.squeeze(1) if places_TC.shape[1] == 1 else grad_TCH.sum(1), None, None
 
 
 def take_rows(x_TH: Tensor, index_R: Tensor, places_TC: Tensor) -> Tensor:
@@ -97,16 +97,15 @@ def inverse(order_R: Tensor) -> Tensor:
 
 
 class LocalDispatcher:
-    """Sorts rows by expert and puts them back. An expert-parallel dispatcher has the same two methods."""
+    """Sorts rows by expert and puts them back. An expert-parallel dispatcher has the same methods.
+
+    `sort` and `weigh` are plain functions of tensors, methods so that a compiler can take their place.
+    """
 
     def dispatch(self, x_TH: Tensor, ids_TA: Tensor, num_experts: int) -> tuple[Tensor, Grouping]:
         """Returns (x_RH sorted by expert, where the rows came from)."""
-        flat_R = ids_TA.flatten()
-        order_R = flat_R.argsort(stable=True)
-        counts_E = torch.zeros(num_experts, dtype=torch.int32, device=flat_R.device)
-        counts_E.index_add_(0, flat_R, torch.ones_like(flat_R, dtype=torch.int32))
-        grouping = Grouping(order_R, counts_E.cumsum(0, dtype=torch.int32))
-        return take_rows(x_TH, order_R // ids_TA.shape[1], inverse(order_R).view_as(ids_TA)), grouping
+        x_RH, order_R, offsets_E = self.sort(x_TH, ids_TA, num_experts)
+        return x_RH, Grouping(order_R, offsets_E)
 
     def live_rows(self, live_T: Tensor | None, grouping: Grouping, top_k: int) -> Tensor | None:
         """The live mask of the dispatched rows."""
@@ -114,7 +113,20 @@ class LocalDispatcher:
 
     def combine(self, y_RH: Tensor, gates_TA: Tensor, grouping: Grouping) -> Tensor:
         """The weighted sum over each token's experts, [T, H]."""
-        y_TAH = take_rows(y_RH, inverse(grouping.order_R), grouping.order_R[:, None]).unflatten(0, gates_TA.shape)
+        return self.weigh(y_RH, gates_TA, grouping.order_R)
+
+    def sort(self, x_TH: Tensor, ids_TA: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
+        """(x_RH sorted by expert, order_R, offsets_E): see `Grouping`."""
+        flat_R = ids_TA.flatten()
+        order_R = flat_R.argsort(stable=True)
+        counts_E = torch.zeros(num_experts, dtype=torch.int32, device=flat_R.device)
+        counts_E.index_add_(0, flat_R, torch.ones_like(flat_R, dtype=torch.int32))
+        x_RH = take_rows(x_TH, order_R // ids_TA.shape[1], inverse(order_R).view_as(ids_TA))
+        return x_RH, order_R, counts_E.cumsum(0, dtype=torch.int32)
+
+    def weigh(self, y_RH: Tensor, gates_TA: Tensor, order_R: Tensor) -> Tensor:
+        """sum_a gates[t, a] * (the row of y that is choice a of token t), [T, H]."""
+        y_TAH = take_rows(y_RH, inverse(order_R), order_R[:, None]).unflatten(0, gates_TA.shape)
         return (y_TAH * gates_TA.unsqueeze(-1)).sum(dim=1)
 
 

@@ -106,6 +106,8 @@ def apply_compile(model: MoEDecoder) -> None:
     """Compile the parts of each layer between attention, whose context differs from batch to batch, and the token
     exchanges, whose sizes the host has to read. All layers share the compiled code."""
     attend = torch.compiler.disable(Attention.attend)  # one object for all layers: each of its own would recompile
+    for dispatcher in {layer.mlp.experts.dispatcher for layer in decoder_layers(model)}:
+        dispatcher.sort, dispatcher.weigh = torch.compile(dispatcher.sort), torch.compile(dispatcher.weigh)
     for layer in decoder_layers(model):
         layer.self_attn.attend = attend  # type: ignore[method-assign]
         _compile_layer(layer)
@@ -128,6 +130,24 @@ def apply_fsdp(model: MoEDecoder, meshes: Meshes) -> None:
     for module in fsdp_modules(model):
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)  # gloo has no scaled sum, and none is wanted
+    prefetch_next_layers(model)
+
+
+def prefetch_next_layers(model: MoEDecoder) -> None:
+    """Each layer asks for the weights of the next one before it computes, in both directions.
+
+    Left to itself FSDP asks when the next layer starts, which is early enough only while the host runs ahead of the
+    GPU. With expert parallelism it does not: it waits for the sizes of each token exchange.
+    """
+    layers = list(decoder_layers(model))
+    for layer, following in zip(layers, layers[1:], strict=False):
+        _fsdp(layer).set_modules_to_forward_prefetch([_fsdp(following), _fsdp(following.mlp.experts)])
+        _fsdp(following).set_modules_to_backward_prefetch([_fsdp(layer), _fsdp(layer.mlp.experts)])
+
+
+def _fsdp(module: nn.Module) -> FSDPModule:
+    assert isinstance(module, FSDPModule)
+    return module
 
 
 def fsdp_modules(model: nn.Module) -> list[FSDPModule]:

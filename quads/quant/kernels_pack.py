@@ -27,11 +27,20 @@ from quads.quant.kernels_math import (
 
 
 @triton.jit
-def amax_kernel(x_ptr, out_ptr, size, BLOCK: tl.constexpr):
+def load_weights(pointers, mask, CAST: tl.constexpr, ASM: tl.constexpr):
+    """fp32 values, with CAST those of their bf16 cast: the master is then read once and no cast of it is stored."""
+    x = tl.load(pointers, mask=mask, other=0.0).to(tl.float32)
+    if CAST:
+        x = to_bf16(x, ASM).to(tl.float32)
+    return x
+
+
+@triton.jit
+def amax_kernel(x_ptr, out_ptr, size, BLOCK: tl.constexpr, CAST: tl.constexpr, ASM: tl.constexpr):
     """Bits of the largest finite |x| of each matrix [size]; out int32 [E] starts at 0. Max is exact in any order."""
     e = tl.program_id(1)
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    bits = abs_bits(tl.load(x_ptr + e.to(tl.int64) * size + i, mask=i < size, other=0.0).to(tl.float32))
+    bits = abs_bits(load_weights(x_ptr + e.to(tl.int64) * size + i, i < size, CAST, ASM))
     tl.atomic_max(out_ptr + e, tl.max(tl.where(bits >= INF_BITS, 0, bits)))
 
 
@@ -47,16 +56,18 @@ def weight_kernel(
     NB: tl.constexpr,
     PACK: tl.constexpr,
     VALUE: tl.constexpr,
+    CAST: tl.constexpr,
     ASM: tl.constexpr,
 ):
     """NB scale blocks of one matrix per program, global scales given: packed bytes and scale bytes (PACK), and the
-    dequantized value in value_ptr's dtype (VALUE): QDQ in one pass. A matrix is `blocks` blocks of 16."""
+    dequantized value in value_ptr's dtype (VALUE): QDQ in one pass. A matrix is `blocks` blocks of 16. CAST: of
+    bf16(x)."""
     e = tl.program_id(1)
     block = tl.program_id(0) * NB + tl.arange(0, NB)
     base = e.to(tl.int64) * blocks
     offsets = (base + block)[:, None] * 16 + tl.arange(0, 16)[None, :]
     inside = (block < blocks)[:, None]
-    x = tl.load(x_ptr + offsets, mask=inside, other=0.0).to(tl.float32) + 0.0  # -0.0 becomes +0.0
+    x = load_weights(x_ptr + offsets, inside, CAST, ASM) + 0.0  # -0.0 becomes +0.0
     g = tl.load(g_ptr + e)
     byte, scale, inv = block_factors(tl.max(abs_bits(x), axis=1), g, tl.load(gs_ptr + e))
     magnitude = e2m1_round(tl.abs(x) * inv[:, None])
@@ -122,18 +133,28 @@ def _flat(w: Tensor) -> tuple[Tensor, int, int]:
     return w, experts, w.numel() // experts
 
 
-def weight_amax(w: Tensor) -> Tensor:
-    """fp32 [E] ([1] for a matrix or vector): the largest finite |w| of each expert. w: [N, K] or [E, N, K]."""
+def weight_amax(w: Tensor, cast: bool = False) -> Tensor:
+    """fp32 [E] ([1] for a matrix or vector): the largest finite |w| of each expert. w: [N, K] or [E, N, K]. cast: of
+    bf16(w)."""
     w, experts, size = _flat(w)
     out = torch.zeros(experts, dtype=torch.int32, device=w.device)
-    amax_kernel[(triton.cdiv(size, 8192), experts)](w, out, size, BLOCK=8192, num_warps=4)
+    amax_kernel[(triton.cdiv(size, 8192), experts)](
+        w, out, size, BLOCK=8192, CAST=cast and w.dtype != torch.bfloat16, ASM=compiled(), num_warps=4
+    )
     return out.view(torch.float32)
 
 
-def _launch(w: Tensor, g: Tensor | None, gs: Tensor | None, mode: Literal["pow2", "amax"], dtype: torch.dtype | None):
+def _launch(
+    w: Tensor,
+    g: Tensor | None,
+    gs: Tensor | None,
+    mode: Literal["pow2", "amax"],
+    dtype: torch.dtype | None,
+    cast: bool = False,
+):
     w, experts, size = _flat(w)
     if g is None:
-        g, gs = nvfp4.global_scale(weight_amax(w), mode)
+        g, gs = nvfp4.global_scale(weight_amax(w, cast), mode)
     gs = g.reciprocal() if gs is None else gs
     g_E = g.reshape(-1).expand(experts).contiguous()
     gs_E = gs.reshape(-1).expand(experts).contiguous()
@@ -170,6 +191,7 @@ def _launch(w: Tensor, g: Tensor | None, gs: Tensor | None, mode: Literal["pow2"
         NB=nb,
         PACK=pack,
         VALUE=not pack,
+        CAST=cast and w.dtype != torch.bfloat16,
         ASM=compiled(),
         num_warps=4,
         enable_fp_fusion=False,
@@ -178,13 +200,19 @@ def _launch(w: Tensor, g: Tensor | None, gs: Tensor | None, mode: Literal["pow2"
 
 
 def quantize(
-    x: Tensor, g: Tensor | None = None, mode: Literal["pow2", "amax"] = "pow2", *, gs: Tensor | None = None
+    x: Tensor,
+    g: Tensor | None = None,
+    mode: Literal["pow2", "amax"] = "pow2",
+    *,
+    gs: Tensor | None = None,
+    cast: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`quads.quant.nvfp4.quantize` on the GPU for tensors with one scale, and [E, N, K] with one scale an expert.
 
-    Without g: x is one tensor with one scale when it has up to two dimensions, else each expert has its own.
+    Without g: x is one tensor with one scale when it has up to two dimensions, else each expert has its own. cast:
+    quantize bf16(x).
     """
-    packed, byte, _, g = _launch(x, g, gs, mode, None)
+    packed, byte, _, g = _launch(x, g, gs, mode, None, cast)
     if x.dim() < 3:
         g = g.reshape(())
     return packed, byte.view(torch.float8_e4m3fn), g

@@ -27,7 +27,7 @@ from quads.model.moe import Experts, ExpertSite
 from quads.quant import fake_quant, nvfp4
 from quads.quant.recipes import SITES, TARGETS, QuantSpec
 from quads.quant.tensor import Float8BlockTensor, NVFP4Tensor, QuantizedTensor
-from quads.quant.weights import weight_amax
+from quads.quant.weights import quantize, weight_amax
 
 PARAMETERS = {"gate_up_proj": "w13", "down_proj": "w2"}  # of Experts, with their sites
 
@@ -158,10 +158,11 @@ def pack_group(group: Group, weights: str, mode: nvfp4.GlobalScaleMode) -> Itera
         for name, master in group.parameters():
             yield name, Float8BlockTensor.from_hp(master.detach().bfloat16(), mode)
         return
-    amaxes = [weight_amax(master.detach().bfloat16()) for _, master in group.parameters()]
+    amaxes = [weight_amax(master.detach(), cast=True) for _, master in group.parameters()]
     g, gs = nvfp4.global_scale(torch.stack(amaxes).amax(0), mode)
     for name, master in group.parameters():
-        yield name, NVFP4Tensor.from_hp(master.detach().bfloat16(), g, mode, gs=gs)
+        packed, block_scale, _ = quantize(master.detach(), g, mode, gs, cast=True)
+        yield name, NVFP4Tensor(packed, block_scale, g, master.shape[-1], torch.bfloat16, mode)
 
 
 @torch.no_grad()

@@ -98,7 +98,7 @@ class PackedShard:
         self.g, self.gs, self.version = g, gs, local_tensor(parameter)._version
         rows = own_rows(parameter)
         own_g, own_gs = (g[rows], gs[rows]) if g.dim() else (g, gs)
-        packed, block_scale, _ = quantize(local_tensor(parameter).bfloat16(), own_g, self.mode, own_gs)
+        packed, block_scale, _ = quantize(local_tensor(parameter), own_g, self.mode, own_gs, cast=True)
         torch.cat([packed, block_scale.view(torch.uint8)], dim=-1, out=self.bytes)
 
     def tensor(self, rows: Tensor, g: Tensor, dtype: torch.dtype) -> NVFP4Tensor:
@@ -269,11 +269,11 @@ def _local_amax(group: Group) -> Tensor:
     """Over this process's rows: fp32 [], or [L, 1, 1] with zeros for the experts of other shards."""
     found = []
     for _, parameter in group.parameters():
-        local_bf16 = local_tensor(parameter).bfloat16()
-        if local_bf16.dim() == 2:
-            found.append(weight_amax(local_bf16))
+        local = local_tensor(parameter)
+        if local.dim() == 2:
+            found.append(weight_amax(local, cast=True))
             continue
-        amax_L11 = local_bf16.new_zeros(gathered_rows(parameter), 1, 1, dtype=torch.float32)
-        amax_L11[own_rows(parameter)] = weight_amax(local_bf16)
+        amax_L11 = local.new_zeros(gathered_rows(parameter), 1, 1, dtype=torch.float32)
+        amax_L11[own_rows(parameter)] = weight_amax(local, cast=True)
         found.append(amax_L11)
     return torch.stack(found).amax(0)

@@ -20,20 +20,25 @@ def _quantizer(device: torch.device) -> Any:
     return importlib.import_module("quads.quant.kernels_pack") if device.type == "cuda" else nvfp4
 
 
-def weight_amax(w: Tensor) -> Tensor:
-    """Finite amax of what shares a global scale when nothing else does: [] for [N, K], [E, 1, 1] for [E, N, K]."""
+def weight_amax(w: Tensor, cast: bool = False) -> Tensor:
+    """Finite amax of what shares a global scale when nothing else does: [] for [N, K], [E, 1, 1] for [E, N, K].
+
+    cast: of bf16(w), here and in `quantize`. A kernel casts what it reads; no copy of the master is made.
+    """
     if w.dim() not in (2, 3):
         raise ValueError(f"a weight is [N, K] or [E, N, K], got {list(w.shape)}")
     if w.device.type == "cuda" and w.numel():
-        return _quantizer(w.device).weight_amax(w).reshape((-1, 1, 1) if w.dim() == 3 else ())
-    return nvfp4.finite_amax(w, dim=(-2, -1) if w.dim() == 3 else None)
+        return _quantizer(w.device).weight_amax(w, cast).reshape((-1, 1, 1) if w.dim() == 3 else ())
+    return nvfp4.finite_amax(w.bfloat16() if cast else w, dim=(-2, -1) if w.dim() == 3 else None)
 
 
-def quantize(w: Tensor, g: Tensor, mode: GlobalScaleMode, gs: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+def quantize(
+    w: Tensor, g: Tensor, mode: GlobalScaleMode, gs: Tensor | None, cast: bool = False
+) -> tuple[Tensor, Tensor, Tensor]:
     """w [N, K] with g [], or [E, N, K] with g [E, 1, 1] -> packed, block scales, g: see `nvfp4.quantize`."""
-    if w.numel() == 0:
-        return nvfp4.quantize(w, g, mode, gs=gs)
-    packed, block_scale, _ = _quantizer(w.device).quantize(w, g, mode, gs=gs)
+    if w.device.type != "cuda" or w.numel() == 0:
+        return nvfp4.quantize(w.bfloat16() if cast else w, g, mode, gs=gs)
+    packed, block_scale, _ = _quantizer(w.device).quantize(w, g, mode, gs=gs, cast=cast)
     return packed, block_scale, g
 
 

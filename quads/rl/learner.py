@@ -27,7 +27,7 @@ from quads.rl.optimizer import build_adamw, clip_gradients, learning_rate, set_l
 from quads.rl.packing import Microbatch
 
 MAX_SKIPPED_IN_A_ROW = 3
-LOGITS_CHUNK = 2048  # tokens whose [chunk, vocabulary] fp32 logits exist at once
+LOGITS_CHUNK = 4096  # tokens whose [chunk, vocabulary] fp32 logits exist at once
 
 
 @dataclass
@@ -133,29 +133,25 @@ class Learner:
         """
         self.optimizer.zero_grad(set_to_none=True)
         denominator = max(denominator, 1.0)
-        loss_sum, tokens, clipped, entropy_sum, entropy_tokens, repeated, routes = 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0
+        sums = torch.zeros(7, dtype=torch.float64, device=self.device)  # read once: the host runs ahead of the GPU
         learner, rollout, finite = [], [], []
         for batch in microbatches:
             recording = batch.routed_experts_TLA is not None
             logprobs_N, entropy_N, recorded = self.forward_logprobs(self.model, batch, recording)
             loss, batch_sums = grpo_loss(logprobs_N, batch, self.loss_config, denominator)
             loss.backward()
-            loss_sum += float(loss.detach())
-            tokens += float(batch_sums["tokens"])
-            clipped += float(batch_sums["clipped"])
-            entropy_sum += float(entropy_N.detach().sum())
-            entropy_tokens += len(entropy_N)
+            counts = [loss.detach(), batch_sums["tokens"], batch_sums["clipped"], entropy_N.detach().sum()]
+            sums[:4] += torch.stack([count.to(sums.dtype) for count in counts])
+            sums[4] += len(entropy_N)
             if batch.routed_experts_TLA is not None:
                 same, total = routing_agreement(recorded, batch.routed_experts_TLA)
-                repeated, routes = repeated + float(same), routes + float(total)
+                sums[5:] += torch.stack([same, total]).to(sums.dtype)
             learner.append(logprobs_N.detach())
             rollout.append(batch.rollout_logprobs_N)
             finite.append(batch.finite_N)
-        counted = [loss_sum, tokens, clipped, entropy_sum, entropy_tokens, repeated, routes]
         if self.world is not None:
-            sums = torch.tensor(counted, dtype=torch.float64, device=self.world.device)
-            counted = self.world.all_reduce(sums).tolist()
-        loss_sum, tokens, clipped, entropy_sum, entropy_tokens, repeated, routes = counted
+            self.world.all_reduce(sums)
+        loss_sum, tokens, clipped, entropy_sum, entropy_tokens, repeated, routes = sums.tolist()
         norm = float(clip_gradients(self.model.parameters(), self.optim.max_grad_norm, self.world))
         lr = learning_rate(self.updates, self.optim.lr, self.warmup_updates, self.total_updates, self.optim.schedule)
         skipped = not (math.isfinite(loss_sum) and math.isfinite(norm))

@@ -49,6 +49,12 @@ def check_weight_quantizer(
     assert same_bits(kernels.dequantize(got_packed, got_scale, got_g, num_elements=shape[-1]), want)
     assert same_bits(kernels.qdq(x.to(device), mode=mode), want)
     assert same_bits(kernels.qdq(x.to(device), mode=mode, dtype=torch.bfloat16), want.to(torch.bfloat16))
+    for cast, stored in zip(
+        kernels.quantize(x.to(device), mode=mode, cast=True),
+        kernels.quantize(x.to(device).bfloat16(), mode=mode),
+        strict=True,
+    ):
+        assert torch.equal(cast.reshape(-1).view(torch.uint8), stored.reshape(-1).view(torch.uint8))
 
 
 def _numel(shape: tuple[int, ...]) -> int:

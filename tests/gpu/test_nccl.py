@@ -1,0 +1,17 @@
+"""Two GPUs over NCCL compute what one does: see nccl_worker.py."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.helpers import run_torchrun
+
+pytestmark = pytest.mark.multi_gpu
+WORKER = str(Path(__file__).with_name("nccl_worker.py"))
+
+
+@pytest.mark.parametrize(("checks", "count"), [(["equal", "gathers", "shipped", "checkpoint"], 11), (["compile"], 1)])
+def test_two_gpus(checks: list[str], count: int, tmp_path: Path) -> None:
+    done = run_torchrun([WORKER, "cuda", str(tmp_path), *checks], num_processes=2, timeout_s=280)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    assert done.stdout.count("ok ") == count, done.stdout
