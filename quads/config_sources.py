@@ -5,6 +5,7 @@ the config file, then in this repository's configs. `--sources.NAME.key value` c
 on its own.
 """
 
+import re
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -79,6 +80,11 @@ def _check(where: str, source: SourceSettings) -> None:
         raise UserError(f"{where} reward = 'task' is for reasoning_gym; with {source.kind!r} use exact, math or code")
     if source.prompt_template and "{prompt}" not in source.prompt_template:
         raise UserError(f"{where} prompt_template = {source.prompt_template!r} must contain {{prompt}}")
+    try:
+        re.compile(source.answer_pattern)
+    except re.error as error:
+        pattern = source.answer_pattern
+        raise UserError(f"{where} answer_pattern = {pattern!r} is not a regular expression: {error}") from None
 
 
 def _ready_made(config_path: Path | None) -> list[Path]:

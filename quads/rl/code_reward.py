@@ -8,14 +8,17 @@ from quads.rl.code_tests import CodeTests
 from quads.rl.helpers import Verdict, then
 from quads.rl.sandbox import Job, Outcome, Sandbox
 
-FENCED = re.compile(r"^[ \t]*```[^\n`]*\n(.*?)^[ \t]*```[ \t]*$", re.MULTILINE | re.DOTALL)
+FENCED = re.compile(r"^([ \t]*)```[^\n`]*\n(.*?)^[ \t]*```[ \t]*$", re.MULTILINE | re.DOTALL)
 
 
 def extract_code(response: str) -> str:
     """The last fenced block after any `</think>`; a response without fences is taken to be code itself."""
     response = response.rpartition("</think>")[2].replace("\r\n", "\n")
     blocks = FENCED.findall(response)
-    return blocks[-1] if blocks else response
+    if not blocks:
+        return response
+    indent, code = blocks[-1]  # a block inside a list item is indented with its fence
+    return re.sub(rf"^{indent}", "", code, flags=re.MULTILINE) if indent else code
 
 
 def submit_program(sandbox: Sandbox, tests: CodeTests, response: str, score: str = "all") -> "Future[Verdict]":

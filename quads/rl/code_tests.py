@@ -58,7 +58,7 @@ def parse_tests(value: Any, code_format: str) -> CodeTests:
     if isinstance(value, dict):
         return _parse_table(value)
     if not isinstance(value, list | tuple):
-        raise ValueError(f"tests must be a list of {{input, output}}, are a {type(value).__name__}")
+        raise ValueError(f"tests must be a list of {{input, output}}, not of type {type(value).__name__}")
     return _parse_pairs(value, numeric_lines=False)
 
 

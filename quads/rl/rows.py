@@ -156,7 +156,7 @@ def _row_id(values: dict[str, Any], settings: SourceSettings, number: int) -> st
     value = _column(values, settings.id_column) if settings.id_column else number
     if isinstance(value, bool) or not isinstance(value, str | int) or value == "":
         raise BadRow(f"column {settings.id_column!r} must hold text or an integer, has {_kind(value)}")
-    return str(value)
+    return _utf8(str(value), settings.id_column)
 
 
 def _prompt(value: Any, column: str) -> str | list[dict[str, str]]:
@@ -182,6 +182,11 @@ def _prompt(value: Any, column: str) -> str | list[dict[str, str]]:
 def _usable_text(text: str, column: str) -> str:
     if not text.strip():
         raise BadRow(f"column {column!r} is empty; a prompt must have text")
+    return _utf8(text, column)
+
+
+def _utf8(text: str, column: str) -> str:
+    """JSON can spell half a character (a lone surrogate), which no file or tokenizer takes."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -195,7 +200,7 @@ def _text_answer(value: Any, settings: SourceSettings) -> str | None:
         return None
     if isinstance(value, bool) or not isinstance(value, str | int | float):
         raise BadRow(f"column {settings.answer_column!r} must hold text or a number, has {_kind(value)}")
-    text = value if isinstance(value, str) else repr(value)
+    text = _utf8(value, settings.answer_column) if isinstance(value, str) else repr(value)
     if settings.answer_pattern:
         found = re.findall(settings.answer_pattern, text)
         if not found:

@@ -3,6 +3,7 @@
 A source is read once, checked (rows.py) and filtered (filters.py). Streams are read as training needs them.
 """
 
+import codecs
 import glob
 import itertools
 import json
@@ -30,13 +31,21 @@ class RowReader:
     test: bool  # the test split or file, not the training one
     dropped: dict[str, int] = field(default_factory=dict)
 
+    @property
+    def place(self) -> str:
+        """What is read: a file, or a data set and its split."""
+        settings = self.settings
+        other = settings.eval_path if self.test else ""
+        if settings.kind == "jsonl":
+            return other or settings.path
+        split = (settings.eval_split if self.test else "") or settings.split
+        return f"{other or settings.dataset} ({split})" if settings.kind == "datasets" else settings.dataset
+
     def __call__(self) -> Iterator[Row]:
         settings = self.settings
         if settings.kind == "jsonl":
-            path = (settings.eval_path if self.test else "") or settings.path
-            yield from read_rows(
-                self.name, settings, read_jsonl(Path(path), f"[sources.{self.name}] path"), path, "line", self.dropped
-            )
+            lines = read_jsonl(Path(self.place), f"[sources.{self.name}] path")
+            yield from read_rows(self.name, settings, lines, self.place, "line", self.dropped)
             return
         data, place = load_hub(self.name, settings, self.test, streaming=False)
         columns = _columns(self.name, data, settings, place)
@@ -74,7 +83,8 @@ def load_hub(name: str, settings: SourceSettings, test: bool, streaming: bool) -
     except UserError:
         raise
     except Exception as error:  # the library raises what its many back ends raise
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        cause = error.__cause__ or error  # "an error occurred while generating the dataset" is raised from the reason
+        reason = (str(cause).strip() or type(cause).__name__).splitlines()[0]
         hint = "for a local copy set dataset to its folder or files"
         raise UserError(f"{where} split {split!r} cannot be loaded: {reason}; {hint}") from None
 
@@ -134,6 +144,7 @@ def read_jsonl(path: Path, where: str) -> Iterator[tuple[int, Any]]:
     try:
         with path.open("rb") as file:
             for number, line in enumerate(file, 1):
+                line = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
                 if not line.strip():
                     continue
                 try:
@@ -144,6 +155,8 @@ def read_jsonl(path: Path, where: str) -> Iterator[tuple[int, Any]]:
                     yield number, BadRow(f"is not JSON: {error.msg} (column {error.colno})")
                 except RecursionError:
                     yield number, BadRow("is not usable JSON: nested too deeply")
+                except ValueError:
+                    yield number, BadRow("is not usable JSON: a number of more than 4300 digits; write it as text")
     except OSError as error:
         raise UserError(f"{where} = {str(path)!r} cannot be read: {error.strerror}") from None
 

@@ -150,7 +150,7 @@ class _Loader:
                 self._read[name] = rows
                 rows = _hold_out(rows, settings.eval_rows, self.seed)
         if not rows and not (held_out and settings.eval_rows == 0):
-            raise UserError(f"[sources.{name}] has no usable test rows; left out: {row_filter.report() or 'none'}")
+            raise _no_rows(name, "test", row_filter, reader)
         for row in rows:
             self._test_keys[row.key] = HELD_OUT if held_out else ALSO_TEST
         self._note(name, "test", len(rows), row_filter, reader)
@@ -170,7 +170,7 @@ class _Loader:
         usable = self._read[name] if name in self._read else row_filter(reader())
         rows = list(self._apart(usable, row_filter, self._train_keys))
         if not rows:
-            raise UserError(f"[sources.{name}] has no usable training rows; left out: {row_filter.report() or 'none'}")
+            raise _no_rows(name, "training", row_filter, reader)
         self._note(name, "train", len(rows), row_filter, reader)
         return FileRows(rows, name, self.seed)
 
@@ -203,9 +203,18 @@ class _Loader:
         return rows
 
     def _note(self, name: str, what: str, kept: int, row_filter: RowFilter, reader: RowReader) -> None:
-        counts = {**reader.dropped, **row_filter.counts}
-        left_out = ", ".join(f"{count:,} {reason}" for reason, count in counts.items() if count)
+        left_out = _left_out(row_filter, reader)
         self.report.append(f"{name}: {what} {kept:,} prompts" + (f"; left out: {left_out}" if left_out else ""))
+
+
+def _left_out(row_filter: RowFilter, reader: RowReader) -> str:
+    """What was dropped, in words: `12 repeated prompt, 3 answer missing`; "" if nothing was."""
+    return ", ".join(f"{n:,} {reason}" for reason, n in {**reader.dropped, **row_filter.counts}.items() if n)
+
+
+def _no_rows(name: str, what: str, row_filter: RowFilter, reader: RowReader) -> UserError:
+    left_out = _left_out(row_filter, reader) or "none"
+    return UserError(f"[sources.{name}] has no usable {what} rows; left out: {left_out}; read from {reader.place}")
 
 
 class _GeneratedRows:

@@ -177,12 +177,35 @@ CASES = {
     "prompt empty": Case(
         "1 of 48 rows ...\n  line 1: column 'prompt' is empty", damage=replace_row(1, '{"prompt": " ", "answer": "1"}')
     ),
-    "no rows": Case("[sources.parity] has no usable training rows", damage=write("train.jsonl", "")),
+    "half a character": Case(
+        "3 of 48 rows ...\n  line 1: column 'prompt' is not valid UTF-8 (character 1)\n"
+        "  line 2: column 'answer' is not valid UTF-8 (character 0)\n"
+        "  line 3: column 'id' is not valid UTF-8 (character 0)",
+        damage=both(
+            both(
+                replace_row(1, r'{"prompt": "1\ud800=", "answer": "1"}'),
+                replace_row(2, r'{"prompt": "1=", "answer": "\udfff"}'),
+            ),
+            replace_row(3, r'{"id": "\ud800", "prompt": "10=", "answer": "1"}'),
+        ),
+    ),
+    "a number too long to read": Case(
+        "1 of 48 rows ...\n  line 4: is not usable JSON: a number of more than 4300 digits; write it as text",
+        damage=replace_row(4, f'{{"prompt": "1=", "answer": {"1" * 5000}}}'),
+    ),
+    "not a regular expression": Case(
+        "[sources.parity] answer_pattern = '(' is not a regular expression: missing )",
+        {"sources__parity__answer_pattern": "("},
+    ),
+    "no rows": Case(
+        "[sources.parity] has no usable training rows; left out: none; read from ...train.jsonl",
+        damage=write("train.jsonl", ""),
+    ),
     "no usable row": Case(
         "no usable test rows; left out: 8 prompt longer than 2 tokens", {"rollout__max_prompt_tokens": 2}
     ),
     "answers missing": Case(
-        "no usable training rows; left out: 1 answer missing",
+        "no usable training rows; left out: 1 answer missing; read from ...train.jsonl",
         damage=lambda world: write_jsonl(world / "train.jsonl", [{"prompt": "1=", "answer": None}]),
     ),
     "nothing to evaluate on": Case(

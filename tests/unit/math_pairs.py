@@ -356,4 +356,8 @@ PAIRS = [
     (r"5", r"(x+1)^{1000}", False),
     (r"5^\circ", r"5 \text{ cm}", False),
     (r"x \in (1,2)", r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}", False),
+    # invisible characters
+    ("7", "\u200b7", True),
+    ("1234", "1\u2060234\ufeff", True),
+    ("12", "1\u200b3", False),
 ]

@@ -84,6 +84,12 @@ def test_csv(tmp_path: Path) -> None:
     assert {(e.prompt, e.answer) for e in task.batch(0, 2)} == {("1, 2?", "3.0"), ("x", "4.5")}
 
 
+def test_what_a_file_format_complains_about_is_said(tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text('{"question": "x", "extra": {"gold": "1"}}\n{bad\n')
+    with pytest.raises(UserError, match=r"a.json' split 'train' cannot be loaded: JSON parse error: .* in row 1; "):
+        build(replace(SETTINGS, dataset=str(tmp_path / "a.json")))
+
+
 def test_streams_resume_anywhere(tmp_path: Path) -> None:
     settings = replace(SETTINGS, dataset=store(tmp_path / "d", "parquet"), streaming=True)
     straight = build(settings)
