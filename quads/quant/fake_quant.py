@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quads.quant import fp8, nvfp4
-from quads.quant.weights import qdq, weight_amax
+from quads.quant import nvfp4
+from quads.quant.weights import fp8_quantizer, qdq, qdq_fp8, weight_amax
 
 
 class _StraightThrough(torch.autograd.Function):
@@ -35,7 +35,7 @@ def qdq_rows(x: Tensor) -> Tensor:
 @torch.library.custom_op("quads::qdq_rows_fp8", mutates_args=())
 def qdq_rows_fp8(x: Tensor, mode: str) -> Tensor:
     """`fp8.qdq_rows` in the dtype of x, opaque to the compiler."""
-    return fp8.qdq_rows(x, mode, x.dtype)  # pyright: ignore[reportArgumentType]
+    return fp8_quantizer(x, x.dtype).qdq_rows(x, mode, x.dtype)
 
 
 @qdq_rows.register_fake
@@ -73,7 +73,7 @@ def fake_quantize_rows(x: Tensor) -> Tensor:
 
 def fake_quantize_weight_fp8(w: Tensor, dtype: torch.dtype, mode: nvfp4.GlobalScaleMode = "pow2") -> Tensor:
     """FP8 of bf16(w), 128 x 128 blocks of [..., N, K], in `dtype`."""
-    return straight_through(w, fp8.qdq_weight(w.detach().bfloat16(), mode, dtype))
+    return straight_through(w, qdq_fp8(w.detach().bfloat16(), mode, dtype))
 
 
 def fake_quantize_rows_fp8(x: Tensor, mode: nvfp4.GlobalScaleMode = "pow2") -> Tensor:

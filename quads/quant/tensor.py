@@ -176,7 +176,7 @@ class Float8BlockTensor(QuantizedTensor):
     @classmethod
     def from_hp(cls, w: Tensor, mode: GlobalScaleMode = "pow2") -> Self:
         """Quantize w [..., N, K] (fp32 or bf16, taken as it is)."""
-        return cls(*fp8.quantize_weight(w.detach(), mode), w.dtype, mode)
+        return cls(*weights.quantize_fp8(w.detach(), mode), w.dtype, mode)
 
     @classmethod
     def empty(
@@ -201,7 +201,7 @@ class Float8BlockTensor(QuantizedTensor):
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
         """The weight in `dtype` (default: `self.dtype`); exact in bf16 and wider for "pow2" scales."""
-        return fp8.dequantize_weight(self.codes, self.scales, dtype or self.orig_dtype)
+        return weights.dequantize_fp8(self.codes, self.scales, dtype or self.orig_dtype)
 
     def _scales_text(self) -> str:
         return f"E4M3 in blocks of {fp8.BLOCK} x {fp8.BLOCK}, scales {self.mode}"

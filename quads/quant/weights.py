@@ -1,8 +1,8 @@
-"""The NVFP4 weight quantizer where it runs: the Triton kernels on a CUDA device, plain torch elsewhere. The same bits.
+"""The weight quantizers where they run: the Triton kernels on a CUDA device, plain torch elsewhere. The same bits.
 
 A learner quantizes all its weights after every update and decodes them in every forward, so this is where QAT costs
-time: the kernels read and write each byte once. `dequantize` is an operator of its own, which `torch.compile` calls and
-does not look into.
+time: the kernels read and write each byte once. What runs inside a layer's forward is an operator of its own, which
+`torch.compile` calls and does not look into.
 """
 
 import importlib
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quads.quant import nvfp4
+from quads.quant import fp8, nvfp4
 from quads.quant.nvfp4 import GlobalScaleMode
 
 
@@ -57,3 +57,37 @@ def dequantize(packed: Tensor, block_scale: Tensor, g: Tensor, dtype: torch.dtyp
 @dequantize.register_fake
 def _(packed: Tensor, block_scale: Tensor, g: Tensor, dtype: torch.dtype, num_columns: int) -> Tensor:
     return packed.new_empty(*packed.shape[:-1], num_columns, dtype=dtype)
+
+
+def fp8_quantizer(x: Tensor, dtype: torch.dtype) -> Any:
+    """The module whose `quantize_weight`, `dequantize_weight`, `qdq_weight` and `qdq_rows` (see fp8.py) serve x with
+    results in `dtype`."""
+    fused = x.device.type == "cuda" and torch.float64 not in (x.dtype, dtype)
+    return importlib.import_module("quads.quant.kernels_fp8") if fused else fp8
+
+
+def quantize_fp8(w: Tensor, mode: GlobalScaleMode) -> tuple[Tensor, Tensor]:
+    """`fp8.quantize_weight`."""
+    return fp8_quantizer(w, w.dtype).quantize_weight(w, mode)
+
+
+@torch.library.custom_op("quads::qdq_weight_fp8", mutates_args=())
+def qdq_fp8(w: Tensor, mode: str, dtype: torch.dtype) -> Tensor:
+    """`fp8.qdq_weight`."""
+    return fp8_quantizer(w, dtype).qdq_weight(w, mode, dtype)
+
+
+@torch.library.custom_op("quads::dequantize_fp8", mutates_args=())
+def dequantize_fp8(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+    """`fp8.dequantize_weight`."""
+    return fp8_quantizer(codes, dtype).dequantize_weight(codes, scales, dtype)
+
+
+@qdq_fp8.register_fake
+def _(w: Tensor, mode: str, dtype: torch.dtype) -> Tensor:
+    return torch.empty_like(w, dtype=dtype, memory_format=torch.contiguous_format)
+
+
+@dequantize_fp8.register_fake
+def _(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.empty_like(codes, dtype=dtype, memory_format=torch.contiguous_format)
