@@ -146,16 +146,16 @@ def console_line(step: int, steps: int, row: dict[str, float]) -> str:
 
 
 def _write_row(file: Any, row: dict[str, Any]) -> None:
-    file.write(json.dumps(_jsonable(row), ensure_ascii=False, allow_nan=False) + "\n")
+    file.write(json.dumps(jsonable(row), ensure_ascii=False, allow_nan=False) + "\n")
     file.flush()
 
 
-def _jsonable(value: Any) -> Any:
+def jsonable(value: Any) -> Any:
     """Plain numbers out of tensors, null for what is not finite."""
     if isinstance(value, dict):
-        return {key: _jsonable(item) for key, item in value.items()}
+        return {key: jsonable(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_jsonable(item) for item in value]
+        return [jsonable(item) for item in value]
     if isinstance(value, Tensor):
         value = value.item()
     if isinstance(value, float) and not math.isfinite(value):

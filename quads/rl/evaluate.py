@@ -20,6 +20,7 @@ from torch import Tensor
 from quads.config import load_config
 from quads.distributed import init_distributed
 from quads.errors import UserError, main_guard
+from quads.metrics import jsonable
 from quads.rl.grading import Grading
 from quads.types import Completion, Sampling
 
@@ -190,7 +191,12 @@ def main(argv: list[str]) -> None:
 
     argv = list(argv)
     checkpoint, out, rollouts = (take_option(argv, name) for name in ("--checkpoint", "--out", "--rollouts"))
-    choices = [["--quant.rollout", rollout.strip()] for rollout in rollouts.split(",")] if rollouts else [[]]
+    names = list(dict.fromkeys(name.strip() for name in rollouts.split(",")))
+    if rollouts and not all(names):
+        raise UserError(f"--rollouts {rollouts}: precisions separated by commas, such as bf16,w4a4_residual")
+    if out and not Path(out).absolute().parent.is_dir():
+        raise UserError(f"--out {out}: the folder does not exist; make it first")
+    choices = [["--quant.rollout", name] for name in names] if rollouts else [[]]
     configs = [load_config([*argv, *choice]) for choice in choices]  # all of them are checked before anything runs
     results: dict[str, list[EvalResult]] = {}
     with init_distributed(configs[0].parallel, configs[0].train) as world:
@@ -211,7 +217,7 @@ def main(argv: list[str]) -> None:
         if out and world.is_main:
             rows = [{"rollout": rollout, **asdict(r)} for rollout, judged in results.items() for r in judged]
             report = {"config": configs[0].path, "checkpoint": checkpoint, "results": rows}
-            Path(out).write_text(json.dumps(report, indent=2) + "\n")
+            Path(out).write_text(json.dumps(jsonable(report), indent=2, allow_nan=False) + "\n")
 
 
 if __name__ == "__main__":

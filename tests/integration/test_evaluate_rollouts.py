@@ -21,8 +21,8 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return config
 
 
-def judge(world: Path, out: Path, *more: str) -> list[dict[str, Any]]:
-    settings = options(train__out=out.parent / "none", eval__prompts=8, eval__samples=4)
+def judge(world: Path, out: Path, *more: str, prompts: int = 8) -> list[dict[str, Any]]:
+    settings = options(train__out=out.parent / "none", eval__prompts=prompts, eval__samples=4)
     evaluate.main(
         ["--config", str(world), "--checkpoint", str(world.parent / "run"), "--out", str(out), *more, *settings]
     )
@@ -47,14 +47,27 @@ def test_each_precision_gives_what_it_gives_alone(
     assert not (tmp_path / "none").exists()  # evaluating makes no run
 
 
-def test_a_precision_that_does_not_exist_stops_before_anything_runs(
-    world: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("out", "rollouts", "message"),
+    [
+        ("x.json", "bf16,w4a3", "[quant] rollout = 'w4a3'"),
+        ("x.json", "bf16,", "precisions separated by commas"),
+        ("nowhere/x.json", "bf16", "x.json: the folder does not exist"),
+    ],
+)
+def test_mistakes_stop_it_before_anything_runs(
+    world: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], out: str, rollouts: str, message: str
 ) -> None:
     with pytest.raises(SystemExit) as stop:
-        judge(world, tmp_path / "x.json", "--rollouts", "bf16,w4a3")
+        judge(world, tmp_path / out, "--rollouts", rollouts)
     assert stop.value.code == 2
     captured = capsys.readouterr()
-    assert "w4a3" in captured.err and "w4a4_residual" in captured.err and captured.out == ""
+    assert message in captured.err and captured.out == ""
+
+
+def test_one_prompt_has_no_error_and_the_file_is_json(world: Path, tmp_path: Path) -> None:
+    (row,) = judge(world, tmp_path / "x.json", "--rollouts", "bf16,bf16", prompts=1)
+    assert row["standard_error"] is None and row["prompts"] == 1
 
 
 @pytest.mark.vllm
