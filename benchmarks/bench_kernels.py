@@ -1,21 +1,22 @@
 """Tables of the 4-bit kernels on this GPU: quantizers, expert layer, attention projections; beside FP8, bf16, floors.
 
-    python -m benchmarks.bench_kernels [quantize] [experts] [attention]
+    python -m benchmarks.bench_kernels [quantize] [experts] [attention] [--tokens 16,64] [--tuned FILE.json]
 
 Model shape: 128 experts, hidden 2048, width 768, top-8 (25.5B parameters). Everything runs in CUDA graphs over rotating
 weights and routings; a time is the median, and covers the whole layer: quantization, routing, both GEMMs, SwiGLU, the
 weighted sum. A floor is the bytes that must move over the read bandwidth measured in the same run.
 """
 
-import sys
+import argparse
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 
 from benchmarks import baselines, vllm_baselines
 from benchmarks.timing import copy_gbps, graph_us, read_gbps
 from benchmarks.tune_kernels import EXPERTS, HIDDEN, TOP_K, WIDTH, weight
-from quads.quant import kernels
+from quads.quant import kernels, kernels_tune
 from quads.quant.kernels_pack import weight_amax
 from quads.quant.kernels_quantize import Compensation, quantize_activations
 
@@ -69,7 +70,7 @@ def fastest(calls: dict) -> tuple[float, object]:
     return times.get(key, float("nan")), key
 
 
-def experts(read: float) -> None:
+def experts(read: float, sizes: list[int]) -> None:
     w4 = [(weight((EXPERTS, 2 * WIDTH, HIDDEN), True), weight((EXPERTS, HIDDEN, WIDTH))) for _ in range(2)]
     shapes = ((EXPERTS, 2 * WIDTH, HIDDEN), (EXPERTS, HIDDEN, WIDTH))
     full = [tuple(torch.randn(s, device="cuda").bfloat16() * 0.02 for s in shapes) for _ in range(2)]
@@ -80,7 +81,7 @@ def experts(read: float) -> None:
         "  tokens    hit  floor w4     bf16      fp8 fp8 torch vllm fp8   marlin "
         + " ".join(f"{name:>10s}" for name in VARIANTS)
     )
-    for tokens in TOKENS:
+    for tokens in sizes:
         expert_row(tokens, w4, full, fp8, others, read)
 
 
@@ -136,14 +137,14 @@ def expert_row(tokens: int, w4: list, full: list, fp8: list, others: dict[str, l
     )
 
 
-def attention(read: float) -> None:
+def attention(read: float, sizes: list[int]) -> None:
     print("\nattention projections, us (quantization and GEMM); ratio = FP8 (torch._scaled_mm, rows) / each")
     for n, k in ((5120, 2048), (2048, 4096)):
         w4 = [weight((n, k)) for _ in range(16)]
         full = [torch.randn(n, k, device="cuda").bfloat16() * 0.02 for _ in range(16)]
         fp8 = [baselines.fp8_weight(w) for w in full]
         print(f"{k} -> {n}: tokens, floor w4, bf16, fp8, " + ", ".join(VARIANTS))
-        for tokens in TOKENS:
+        for tokens in sizes:
             x = torch.randn(tokens, k, device="cuda", dtype=torch.bfloat16)
             attention_row(x, w4, full, fp8, n * k * 0.5625 / read / 1000)
 
@@ -171,15 +172,23 @@ def attention_row(x: torch.Tensor, w4: list, full: list, fp8: list, floor: float
 
 
 def main() -> None:
-    asked = sys.argv[1:] or ["quantize", "experts", "attention"]
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("tables", nargs="*", default=["quantize", "experts", "attention"])
+    parser.add_argument("--tokens", default=",".join(map(str, TOKENS)))
+    parser.add_argument("--tuned", help="launch configurations in place of the stored ones")
+    args = parser.parse_args()
+    sizes = [int(each) for each in args.tokens.split(",")]
+    if args.tuned:
+        classes = kernels_tune.load(Path(args.tuned))
+        kernels_tune.stored = lambda name: classes
     copy, read = copy_gbps(), read_gbps()
     print(torch.cuda.get_device_name(), "torch", torch.__version__, f"copy {copy:.0f} GB/s, read {read:.0f} GB/s")
-    if "quantize" in asked:
+    if "quantize" in args.tables:
         quantizers(copy)
-    if "experts" in asked:
-        experts(read)
-    if "attention" in asked:
-        attention(read)
+    if "experts" in args.tables:
+        experts(read, sizes)
+    if "attention" in args.tables:
+        attention(read, sizes)
 
 
 if __name__ == "__main__":

@@ -31,7 +31,7 @@ EXPERTS, HIDDEN, WIDTH, TOP_K = 128, 2048, 768, 8
 SHAPES = {"w13": (2 * WIDTH, HIDDEN), "w2": (HIDDEN, WIDTH), "qkv": (5120, 2048), "o": (2048, 4096)}
 MODES = {"w13": "gather", "w2": "scatter", "qkv": "dense", "o": "dense"}
 ROUTED = {1: (8,), 16: (8,), 64: (8, 16), 256: (16, 32), 1024: (32, 64), 4096: (64, 128)}
-DENSE = {16: (8, 16), 64: (16, 32, 64), 256: (32, 64)}
+DENSE = {1: (8,), 16: (8, 16), 64: (16, 32, 64), 256: (32, 64)}
 NUMBERS = ("n_rows", "N", "NB", "KB", "stride_x", "stride_out")
 CLASS_ENDS = {1: 0.5, 16: 2, 64: 6, 256: 24, 1024: 96, 4096: None}  # tokens per expert
 

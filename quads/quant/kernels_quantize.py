@@ -27,7 +27,7 @@ from quads.quant.kernels_math import (
     tile_columns,
     values,
 )
-from quads.quant.kernels_select import select
+from quads.quant.kernels_select import clear_unselected, select, store_scores
 
 
 @triton.jit
@@ -39,6 +39,8 @@ def rows_kernel(
     scale_ptr,
     residual_ptr,
     residual_byte_ptr,
+    partial_ptr,
+    live_ptr,
     slots_ptr,
     slots_end,
     T,
@@ -55,12 +57,14 @@ def rows_kernel(
     FOLD: tl.constexpr,
     RESIDUAL: tl.constexpr,
     INDEX_BITS: tl.constexpr,
+    HAS_LIVE: tl.constexpr,
     HAS_SLOTS: tl.constexpr,
     AFTER_ROUTE: tl.constexpr,
     ASM: tl.constexpr,
 ):
     """One row of activations per program: Q_A(x), and Q_A(R) with RESIDUAL "mask" (mask_ptr uint8 [K] given), "token"
-    (the row's own `keep` channels; written to mask_ptr [T, K] when CODES) or "none".
+    (the row's own `keep` channels; written to mask_ptr [T, K] when CODES), "scored" (values of all channels, and their
+    scores to partial_ptr: the others are cleared once the scores are ranked, `clear_kernel`) or "none".
 
     CODES: packed codes [T, width/2] and scale bytes [T, width/16]. Otherwise bfloat16 values [T, width] in the GEMM's
     order, rows stride_out apart; with FOLD times g (exact: a power of two), the residual negated. The residual is
@@ -102,6 +106,9 @@ def rows_kernel(
         if RESIDUAL == "token":
             key = abs_bits(r)
             kept = keep_top(tl.where(key >= INF_BITS, 0, key), column, keep, 30, INDEX_BITS)
+        elif RESIDUAL == "scored":
+            kept = column < K
+            store_scores(partial_ptr + row * KP, live_ptr + row, r, column, HAS_LIVE)
         else:
             kept = tl.load(mask_ptr + column, mask=column < K, other=0) != 0
         if CODES:
@@ -184,6 +191,11 @@ def reorder_kernel(x_ptr, out_ptr, K, width, stride_x, KP: tl.constexpr, AFTER_R
     tl.store(out_ptr + row * width + position, x, mask=position < width)
     if AFTER_ROUTE:
         wait_for_previous(ASM)
+
+
+SCORED_ROWS = 512
+"""Up to so many rows are quantized and scored in one pass, and unselected channels cleared afterwards: one launch less
+and x read once, for a partial score a row and channel."""
 
 
 class Operand(NamedTuple):
@@ -269,10 +281,12 @@ def quantize_activations(
             launch_pdl=compiled(),
         )
         return Operand(data, scale, block_scale, False), None
-    mask, mode = None, "none"
+    mask, mode, partial = None, "none", None
     if compensation is not None:
         mode = "token" if compensation.selection == "token" else "mask"
-        if mode == "mask":
+        if mode == "mask" and rows <= SCORED_ROWS and not (codes or stored or fold or slots):
+            mode, partial = "scored", torch.empty(rows, kp, dtype=torch.float64, device=device)
+        elif mode == "mask":
             mask = select(
                 x_RK, k, budget(k, compensation), compensation.selection == "block", live_R, stored, after_route
             )
@@ -288,6 +302,8 @@ def quantize_activations(
         scale,
         data.view(-1)[width:] if compensation and fold else data[rows:] if compensation else unused,
         unused if block_scale is None else block_scale[rows:],
+        unused if partial is None else partial,
+        unused if live_R is None else live_R,
         unused if slots is None else slots[0],
         0 if slots is None else slots[1],
         rows,
@@ -304,6 +320,7 @@ def quantize_activations(
         FOLD=fold,
         RESIDUAL=mode,
         INDEX_BITS=kp.bit_length() - 1,
+        HAS_LIVE=live_R is not None,
         HAS_SLOTS=slots is not None,
         AFTER_ROUTE=after_route,
         ASM=compiled(),
@@ -311,6 +328,8 @@ def quantize_activations(
         enable_fp_fusion=False,
         launch_pdl=compiled(),
     )
+    if partial is not None and compensation is not None:
+        clear_unselected(data[rows:], partial, budget(k, compensation), compensation.selection == "block")
     return Operand(data, scale, block_scale, compensation is not None), mask
 
 

@@ -1,7 +1,8 @@
 """Channel selection over a batch: scores summed without atomics, in a fixed order, then the mask; no host sync.
 
-Three small launches: partial scores of row groups, their sum, and the channels whose rank is below
-the budget. Scores are float64: the squares of fp32 residuals are exact in it.
+Three small launches: partial scores of row groups, their sum, and the channels whose rank is below the budget. Few
+rows are scored by the quantizer itself (`store_scores`), and what is not chosen is cleared at the end (`clear_kernel`).
+Scores are float64: the squares of fp32 residuals are exact in it.
 
 Legend: T rows, K channels, KP = power of two >= K, P partial sums, a unit is one channel or one block of 16.
 """
@@ -95,6 +96,95 @@ def rank_kernel(
     tl.store(mask_ptr + columns, kept.to(tl.uint8), mask=columns < K)
 
 
+@triton.jit
+def store_scores(partial_ptr, live_ptr, r, column, HAS_LIVE: tl.constexpr):
+    """R**2 of one row, float64 in natural order; 0 where R is not finite and for a dead row."""
+    counts = abs_bits(r) < INF_BITS
+    if HAS_LIVE:
+        counts = counts & (tl.load(live_ptr) != 0)
+    r64 = tl.where(counts, r, 0.0).to(tl.float64)
+    tl.store(partial_ptr + column, r64 * r64)
+
+
+@triton.jit
+def clear_kernel(
+    score_ptr,
+    r_ptr,
+    T,
+    width,
+    keep,
+    UNITS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    GROUP: tl.constexpr,
+    BT: tl.constexpr,
+    ASM: tl.constexpr,
+):
+    """Zeroes what `rank_kernel` would not mark, in place: COLUMNS neighbours of T rows that are stored in the GEMM's
+    order (r_ptr: int16 [T, width]) per program."""
+    wait_for_previous(ASM)
+    start_next(ASM)  # after the wait, as in `rank_kernel`
+    position = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    p = position % 128
+    column = position - p + (p % 8) * 16 + ((p // 8) % 4) * 4 + p // 32
+    own = column // GROUP
+    score = tl.load(score_ptr + own)
+    CHUNK: tl.constexpr = UNITS if UNITS < 512 else 512
+    before = tl.zeros((COLUMNS,), dtype=tl.int32)
+    for start in range(0, UNITS, CHUNK):
+        other = start + tl.arange(0, CHUNK)
+        theirs = tl.load(score_ptr + other)
+        tied = (theirs[None, :] == score[:, None]) & (other[None, :] < own[:, None])
+        before += tl.sum(((theirs[None, :] > score[:, None]) | tied).to(tl.int32), axis=1)
+    for first in range(0, T, BT):
+        row = first + tl.arange(0, BT)
+        at = r_ptr + row.to(tl.int64)[:, None] * width + position[None, :]
+        inside = (row < T)[:, None] & (position < width)[None, :]
+        tl.store(at, tl.where((before < keep)[None, :], tl.load(at, mask=inside, other=0), 0), mask=inside)
+
+
+def clear_unselected(values_RW: Tensor, partial: Tensor, keep: int, by_block: bool) -> None:
+    """Zero the channels that are not chosen. values: bf16 [R, width] in the GEMM's order; partial: float64 [R, KP]."""
+    rows, width = values_RW.shape
+    group = 16 if by_block else 1
+    score = _reduce(partial, group)
+    columns = 128 if by_block else 8
+    clear_kernel[(width // columns,)](
+        score,
+        values_RW.view(torch.int16),
+        rows,
+        width,
+        keep,
+        UNITS=score.numel(),
+        COLUMNS=columns,
+        GROUP=group,
+        BT=min(triton.next_power_of_2(rows), 1024 // columns),
+        ASM=compiled(),
+        num_warps=4,
+        launch_pdl=compiled(),
+    )
+
+
+def _reduce(partial: Tensor, group: int) -> Tensor:
+    """float64 [P, KP] -> scores of the units, float64 [KP / group]."""
+    groups, kp = partial.shape
+    units = kp // group
+    score = torch.empty(units, dtype=torch.float64, device=partial.device)
+    bu = min(units, 32 // group)
+    reduce_kernel[(units // bu,)](
+        partial,
+        score,
+        groups,
+        kp,
+        BP=min(triton.next_power_of_2(groups), 64),
+        BU=bu,
+        GROUP=group,
+        ASM=compiled(),
+        num_warps=4,
+        launch_pdl=compiled(),
+    )
+    return score
+
+
 def select(
     x_RK: Tensor, k: int, keep: int, by_block: bool, live_R: Tensor | None, stored: bool, after_route: bool
 ) -> Tensor:
@@ -122,21 +212,8 @@ def select(
         launch_pdl=compiled(),
     )
     group = 16 if by_block else 1
-    units = kp // group
-    score = torch.empty(units, dtype=torch.float64, device=x_RK.device)
-    bu = min(units, 32 // group)
-    reduce_kernel[(units // bu,)](
-        partial,
-        score,
-        groups,
-        kp,
-        BP=min(triton.next_power_of_2(groups), 64),
-        BU=bu,
-        GROUP=group,
-        ASM=compiled(),
-        num_warps=4,
-        launch_pdl=compiled(),
-    )
+    score = _reduce(partial, group)
+    units = score.numel()
     mask = torch.empty(k, dtype=torch.uint8, device=x_RK.device)
     own = min(units, 8)
     rank_kernel[(units // own,)](

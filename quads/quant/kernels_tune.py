@@ -48,10 +48,15 @@ DEFAULT_BM: tuple[tuple[float, int], ...] = ((6, 8), (12, 16), (24, 32), (96, 64
 def stored(device_name: str) -> dict[str, tuple[ShapeClass, ...]] | None:
     """The tuning file of a GPU by its name ("NVIDIA H200"), or None. Keys "moe", "moe_residual", "dense", ..."""
     for path in sorted((Path(__file__).parent / "tuned").glob("*.json")):
-        content = json.loads(path.read_text())
-        if content["device"] == device_name:
-            return {name: tuple(_parse(row) for row in rows) for name, rows in content["classes"].items()}
+        if json.loads(path.read_text())["device"] == device_name:
+            return load(path)
     return None
+
+
+def load(path: Path) -> dict[str, tuple[ShapeClass, ...]]:
+    """The classes of a tuning file."""
+    classes = json.loads(path.read_text())["classes"]
+    return {name: tuple(_parse(row) for row in rows) for name, rows in classes.items()}
 
 
 def _parse(row: dict) -> ShapeClass:

@@ -83,8 +83,10 @@ def test_native_gemm_is_fp4_on_blackwell(mode, residual, bm):
 def test_quantizers_divide_exactly_and_do_not_fuse(capability):
     pointers = {"x_ptr": "*bf16", "mask_ptr": "*u8", "main_ptr": "*u8", "main_byte_ptr": "*u8", "scale_ptr": "*fp32"}
     pointers |= {"residual_ptr": "*u8", "residual_byte_ptr": "*u8", "slots_ptr": "*i32"}
+    pointers |= {"partial_ptr": "*fp64", "live_ptr": "*u8"}
     constants = {"KP": 128, "EVEN": True, "STORED": False, "CODES": True, "WHOLE": True, "FOLD": False}
-    constants |= {"RESIDUAL": "mask", "INDEX_BITS": 7, "HAS_SLOTS": False, "AFTER_ROUTE": False, "ASM": True}
+    constants |= {"RESIDUAL": "mask", "INDEX_BITS": 7, "HAS_LIVE": False, "HAS_SLOTS": False}
+    constants |= {"AFTER_ROUTE": False, "ASM": True}
     rows = ptx(rows_kernel, pointers, constants, capability, num_warps=1, enable_fp_fusion=False)
     pointers = {"x_ptr": "*bf16", "g_ptr": "*fp32", "gs_ptr": "*fp32", "packed_ptr": "*u8", "byte_ptr": "*u8"}
     constants = {"NB": 16, "PACK": True, "VALUE": False, "CAST": False, "ASM": True}
