@@ -1,6 +1,7 @@
 """Tables of the 4-bit kernels on this GPU: quantizers, expert layer, attention projections; beside FP8, bf16, floors.
 
-    python -m benchmarks.bench_kernels [quantize] [experts] [attention] [--tokens 16,64] [--tuned FILE.json]
+    python -m benchmarks.bench_kernels [quantize] [experts] [attention] [--tokens 16,64] [--hot 16]
+        [--tuned FILE.json]
 
 Model shape: 128 experts, hidden 2048, width 768, top-8 (25.5B parameters). Everything runs in CUDA graphs over rotating
 weights and routings; a time is the median, and covers the whole layer: quantization, routing, both GEMMs, SwiGLU, the
@@ -70,7 +71,7 @@ def fastest(calls: dict) -> tuple[float, object]:
     return times.get(key, float("nan")), key
 
 
-def experts(read: float, sizes: list[int]) -> None:
+def experts(read: float, sizes: list[int], hot: int) -> None:
     w4 = [(weight((EXPERTS, 2 * WIDTH, HIDDEN), True), weight((EXPERTS, HIDDEN, WIDTH))) for _ in range(2)]
     shapes = ((EXPERTS, 2 * WIDTH, HIDDEN), (EXPERTS, HIDDEN, WIDTH))
     full = [tuple(torch.randn(s, device="cuda").bfloat16() * 0.02 for s in shapes) for _ in range(2)]
@@ -82,14 +83,15 @@ def experts(read: float, sizes: list[int]) -> None:
         + " ".join(f"{name:>10s}" for name in VARIANTS)
     )
     for tokens in sizes:
-        expert_row(tokens, w4, full, fp8, others, read)
+        expert_row(tokens, w4, full, fp8, others, read, hot)
 
 
-def expert_row(tokens: int, w4: list, full: list, fp8: list, others: dict[str, list], read: float) -> None:
+def expert_row(tokens: int, w4: list, full: list, fp8: list, others: dict[str, list], read: float, hot: int) -> None:
     repeats = 8 if tokens <= 256 else 4
     span = range(repeats)
     x = [torch.randn(tokens, HIDDEN, device="cuda", dtype=torch.bfloat16) for _ in span]
-    ids = [torch.rand(tokens, EXPERTS, device="cuda").topk(TOP_K).indices for _ in span]
+    ids = [torch.rand(tokens, hot, device="cuda").topk(TOP_K).indices for _ in span]
+    ids = [torch.randperm(EXPERTS, device="cuda")[each] for each in ids]
     if tokens == 1:  # disjoint experts, so that no weight is still in the cache
         ids = [torch.arange(TOP_K, device="cuda").view(1, TOP_K) + TOP_K * i for i in span]
     gates = [torch.rand(tokens, TOP_K, device="cuda").bfloat16() for _ in span]
@@ -175,6 +177,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("tables", nargs="*", default=["quantize", "experts", "attention"])
     parser.add_argument("--tokens", default=",".join(map(str, TOKENS)))
+    parser.add_argument("--hot", type=int, default=EXPERTS, help="experts that tokens choose from (uneven routing)")
     parser.add_argument("--tuned", help="launch configurations in place of the stored ones")
     args = parser.parse_args()
     sizes = [int(each) for each in args.tokens.split(",")]
@@ -186,7 +189,7 @@ def main() -> None:
     if "quantize" in args.tables:
         quantizers(copy)
     if "experts" in args.tables:
-        experts(read, sizes)
+        experts(read, sizes, args.hot)
     if "attention" in args.tables:
         attention(read, sizes)
 
