@@ -9,11 +9,13 @@ Every engine runs in a process of its own: `bf16`, `fp8` (vLLM's online quantiza
 kernel: Marlin on Hopper), and w4a16, w4a4, w4a4_residual of the plugin. Up to `together` of them start at the same time
 and share the GPU's memory; a lock lets one measure at a time, while the others wait with an idle GPU.
 
-Equal work: router, embeddings and norms hold the same values in every engine (vLLM's dummy values), so tokens meet
-the same number of experts; the plugin's matrices are synced with values of the same range. Prompts are random tokens,
-responses have a fixed length, prefix caching is off, one warm-up of each batch size is not counted. For the plugin's
-engines a sync is timed too: all weights as bf16 tensors on the GPU, quantized and written in place. Prints one JSON
-object a measurement.
+Equal work: router, embeddings, output layer and norms hold the same values in every engine, those of a model at its
+start (normal, 0.02; norms 1). The other matrices are vLLM's dummy values, so small that the hidden states are the
+embeddings: tokens spread over experts evenly, and equally in every engine. `experts_hit` says over how many. (With
+dummy values everywhere logits differ in their last bits alone, and ties send all tokens to a few experts.) Prompts are
+random tokens, responses have a fixed length, prefix caching is off, one warm-up of each batch size is not counted. For
+the plugin's engines a sync is timed too: all weights as bf16 tensors on the GPU, quantized and written in place. Prints
+one JSON object a measurement.
 """
 
 import argparse
@@ -48,7 +50,7 @@ NVFP4_CONFIG = {
     "ignore": ["lm_head", "*.mlp.gate"],
 }
 WARM_UP_TOKENS = 200
-PROFILED_STEPS = 4  # new tokens of a profiled run
+PROFILED_STEPS = 10  # decode steps whose kernels are listed
 
 
 def engine_arguments(engine: str, selection: str) -> dict[str, Any]:
@@ -90,11 +92,12 @@ def run_engine(arguments: argparse.Namespace) -> None:
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     from vllm import LLM
 
-    from quads.rollout.vllm_lifecycle import skip_model_inspection
+    from quads.rollout.vllm_models import register_models
     from quads.rollout.vllm_plugin import register
+    from quads.rollout.vllm_sampling import batch_seeded_sampling
 
     register()
-    skip_model_inspection()
+    register_models()
     config, engine = ARCHITECTURES[arguments.arch], arguments.engine
     batches = [int(b) for b in arguments.batches.split(",")]
     longest = arguments.prompt_tokens + arguments.new_tokens
@@ -121,8 +124,11 @@ def run_engine(arguments: argparse.Namespace) -> None:
         if engine in PLUGIN:
             (quant_config,) = llm.apply_model(lambda model: model.quant_config)
             print(quant_config.banner(), flush=True)
+            batch_seeded_sampling()  # as the trainer's engine draws
             for _ in range(2):
                 show(arguments, **measure_sync(llm, config))
+        (hit,) = llm.apply_model(lambda model: spread_tokens(model, batches, config.top_k))
+        show(arguments, experts_hit=hit)
         generator = torch.Generator().manual_seed(0)
         for round_number in range(arguments.rounds + 1 + arguments.seeded):
             for batch in batches:
@@ -168,17 +174,45 @@ def generate(
     return time.perf_counter() - start
 
 
+@torch.no_grad()
+def spread_tokens(model: Any, batches: list[int], top_k: int) -> dict[int, float]:
+    """Fill what decides the routing; returns the mean number of experts that a batch of each size meets in a layer."""
+    generator = torch.Generator("cuda").manual_seed(0)
+    gates = []
+    for name, param in model.named_parameters():
+        if name.endswith("norm.weight"):
+            param.fill_(1.0)
+        elif name.endswith(("embed_tokens.weight", "lm_head.weight", "mlp.gate.weight")):
+            param.normal_(0.0, 0.02, generator=generator)
+            gates += [param] if name.endswith("mlp.gate.weight") else []
+    hit = {}
+    for batch in batches:
+        tokens = torch.randint(0, 100_000, (batch,), device="cuda", generator=generator)
+        hidden = model.model.embed_tokens.weight[tokens]
+        counts = [(hidden @ gate.t()).topk(top_k, dim=-1).indices.unique().numel() for gate in gates]
+        hit[batch] = round(sum(counts) / len(counts), 1)
+    return hit
+
+
 def profile(
     llm: Any, arguments: argparse.Namespace, config: ModelConfig, generator: torch.Generator, batch: int
 ) -> None:
-    """Writes what the GPU did while `batch` sequences made a few tokens: the kernels by total time."""
-    activities = [torch.profiler.ProfilerActivity.CUDA]
-    with torch.profiler.profile(activities=activities) as profiler:
-        seconds = generate(llm, arguments, config, generator, batch, PROFILED_STEPS)
-    table = profiler.key_averages().table(sort_by="self_cuda_time_total", row_limit=40, max_name_column_width=70)
+    """Writes what the GPU does in a decode step of `batch` sequences: a long response less a short one, by kernel."""
+    totals: list[dict[str, tuple[float, int]]] = []
+    for new in (2, 2 + PROFILED_STEPS):
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+            generate(llm, arguments, config, generator, batch, new)
+        totals.append({e.key: (e.self_device_time_total, e.count) for e in profiler.key_averages()})
+    short, long = totals
+    rows = []
+    for name, (time_us, count) in long.items():
+        less_us, less = short.get(name, (0.0, 0))
+        rows.append(((time_us - less_us) / PROFILED_STEPS, (count - less) / PROFILED_STEPS, name))
+    rows.sort(reverse=True)
+    lines = [f"{sum(row[0] for row in rows) / 1000:.3f} ms of kernels a step", "   us a step  launches  kernel"]
+    lines += [f"{us:12.1f}  {count:8.1f}  {name[:110]}" for us, count, name in rows[:40]]
     Path(arguments.profile).mkdir(parents=True, exist_ok=True)
-    path = Path(arguments.profile) / f"{arguments.engine}_{batch}.txt"
-    path.write_text(f"{PROFILED_STEPS} tokens, {seconds:.4f} s with prefill\n{table}\n")
+    (Path(arguments.profile) / f"{arguments.engine}_{batch}.txt").write_text("\n".join(lines) + "\n")
 
 
 def show(arguments: argparse.Namespace, **values: Any) -> None:

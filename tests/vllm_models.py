@@ -8,7 +8,7 @@ from torch import Tensor
 
 from quads.config_sections import RolloutSettings
 from quads.model.attention import PackedContext
-from quads.model.config import ARCHITECTURES
+from quads.model.config import ARCHITECTURES, ModelConfig
 from quads.model.logprobs import token_logprobs
 from quads.model.model import MoEDecoder
 from quads.quant.learner import convert_learner, requantize
@@ -30,8 +30,8 @@ def spec_of(precision: str, **changes: Any) -> QuantSpec:
     return replace(QuantSpec("bf16", "bf16", "bf16"), rollout=precision, **changes)
 
 
-def make_learner(seed: int = 3, spec: QuantSpec | None = None) -> MoEDecoder:
-    model = MoEDecoder(CONFIG)
+def make_learner(seed: int = 3, spec: QuantSpec | None = None, config: ModelConfig = CONFIG) -> MoEDecoder:
+    model = MoEDecoder(config)
     model.init_weights(torch.Generator().manual_seed(seed))
     with torch.no_grad():
         for parameter in model.parameters():
@@ -46,17 +46,17 @@ def make_learner(seed: int = 3, spec: QuantSpec | None = None) -> MoEDecoder:
     return model
 
 
-def make_vllm(spec: QuantSpec, **options: Any) -> Any:
+def make_vllm(spec: QuantSpec, config: ModelConfig = CONFIG, **options: Any) -> Any:
     """A VLLMEngine without weights. Imported late: vLLM is an extra."""
     from quads.rollout.vllm_engine import VLLMEngine
 
     return VLLMEngine(
-        CONFIG, spec, SETTINGS, torch.float32, CPU, report=lambda text: None, llm_options=LLM_OPTIONS | options
+        config, spec, SETTINGS, torch.float32, CPU, report=lambda text: None, llm_options=LLM_OPTIONS | options
     )
 
 
 def make_native(learner: MoEDecoder, spec: QuantSpec) -> NativeEngine:
-    engine = NativeEngine(CONFIG, spec, SETTINGS, torch.float32, report=lambda line: None)
+    engine = NativeEngine(learner.config, spec, SETTINGS, torch.float32, report=lambda line: None)
     sync(learner, engine, spec, version=1)
     return engine
 
@@ -69,11 +69,12 @@ def make_prompts(count: int, longest: int = 12) -> list[list[int]]:
 @torch.no_grad()
 def logprobs_of(model: MoEDecoder, prompt: list[int], response: list[int], temperature: float) -> Tensor:
     """Log-probs of a response under the project's own model, one sequence in one forward."""
-    tokens = torch.tensor(prompt + response)
-    hidden = model(tokens, PackedContext.build([len(tokens)]))
+    weight = model.output_weight()
+    tokens = torch.tensor(prompt + response, device=weight.device)
+    hidden = model(tokens, PackedContext.build([len(tokens)], weight.device))
     rows = hidden[len(prompt) - 1 : -1].float()
-    assert model.lm_head is not None
-    return token_logprobs(rows, model.lm_head.weight.float(), torch.tensor(response), temperature)[0]
+    targets = tokens[len(prompt) :]
+    return token_logprobs(rows, weight.float(), targets, temperature)[0]
 
 
 def gaps(

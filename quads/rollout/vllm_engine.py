@@ -35,7 +35,8 @@ from quads.quant.recipes import QuantSpec
 from quads.rollout.engine import OnGroup, check_request, ignore
 from quads.rollout.vllm_folder import write_model_folder
 from quads.rollout.vllm_inspect import checksums, forget_waiting, track_plain_parameters
-from quads.rollout.vllm_lifecycle import close, free_memory, guest, skip_model_inspection, untouched_rng
+from quads.rollout.vllm_lifecycle import close, free_memory, guest, untouched_rng
+from quads.rollout.vllm_models import register_models
 from quads.rollout.vllm_options import PluginOptions
 from quads.rollout.vllm_plugin import register
 from quads.types import Completion, Sampling
@@ -115,9 +116,13 @@ class VLLMEngine:
             arguments["distributed_executor_backend"] = "external_launcher"  # this process is rank RANK of the group
         with guest():
             register()
-            skip_model_inspection()
+            register_models()
             if device.type == "cpu":
                 check_cpu_attention(model_config.head_dim)
+            else:
+                from quads.rollout.vllm_sampling import batch_seeded_sampling
+
+                batch_seeded_sampling()
             refuse_second_engine()
             from vllm import LLM
 

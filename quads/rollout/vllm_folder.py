@@ -3,20 +3,16 @@
 import json
 from pathlib import Path
 
-from quads.errors import UserError
-from quads.model.config import ModelConfig
+from quads.model.config import HF_MODEL_TYPE, ModelConfig
 
 
 def write_model_folder(folder: Path, config: ModelConfig) -> Path:
     """A folder with nothing but config.json: all that vLLM needs with `load_format="dummy"`.
 
-    Raises UserError for a model that no class of vLLM computes.
+    A model without qk_norm keeps the architecture that vllm_models.py registers, under the model type whose config
+    class transformers knows.
     """
-    if not config.qk_norm:
-        raise UserError(
-            "engine = 'vllm' needs a model with qk_norm (Qwen3-MoE): vLLM has no class for one without; "
-            "use engine = 'native'"
-        )
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(config.to_hf(), indent=2))
+    raw = config.to_hf() | {"model_type": HF_MODEL_TYPE[True]}
+    (folder / "config.json").write_text(json.dumps(raw, indent=2))
     return folder

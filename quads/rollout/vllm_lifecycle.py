@@ -85,14 +85,6 @@ def free_memory() -> None:
         torch.cuda.empty_cache()
 
 
-def skip_model_inspection() -> None:
-    """vLLM imports an unknown model class in a process of its own to look at it: ten seconds. This one is known."""
-    from vllm.model_executor.models.qwen3_moe import Qwen3MoeForCausalLM
-    from vllm.model_executor.models.registry import ModelRegistry
-
-    ModelRegistry.register_model("Qwen3MoeForCausalLM", Qwen3MoeForCausalLM)
-
-
 def _forget_own_groups(*_: Any, **__: Any) -> None:
     """`cleanup_dist_env_and_memory` without its last step, which would destroy the default group."""
     from vllm.distributed import parallel_state

@@ -102,6 +102,15 @@ def test_logprobs_are_those_of_our_model(pair: Any) -> None:
     assert gap < (0.15 if "a4" in precision else 0.03)
 
 
+def test_a_seed_draws_what_the_native_engine_draws(pair: Any) -> None:
+    """One uniform number a token decides in both; it falls between the two distributions seldom."""
+    _, _, engine, native = pair
+    prompts, seeds, once = make_prompts(7), list(range(56)), Sampling(1, 0.9)
+    ours, theirs = (e.generate(prompts, 8, once, seeds) for e in (engine, native))
+    same = [a.token_ids == b.token_ids for x, y in zip(ours, theirs, strict=True) for a, b in zip(x, y, strict=True)]
+    assert sum(same) > 0.7 * len(same), same
+
+
 def test_forty_syncs_leave_memory_and_addresses_alone(pair: Any) -> None:
     _, spec, engine, _ = pair
     learners = make_learner(1), make_learner(0)
@@ -146,8 +155,8 @@ def test_padding_rows_are_told_apart(pair: Any) -> None:
 
 
 def test_routed_experts_are_those_of_our_model(pair: Any) -> None:
-    """In bf16 a few near-ties of the router go the other way."""
-    _, _, engine, native = pair
+    """In bf16 a few near-ties of the router go the other way; where activations are 4-bit, flipped codes turn more."""
+    precision, _, engine, native = pair
     prompts = make_prompts(3)
     groups = engine.generate(prompts, 1, SAMPLING, [5, 6, 7], routed_experts=True)
     for prompt, (completion,) in zip(prompts, groups, strict=True):
@@ -160,7 +169,7 @@ def test_routed_experts_are_those_of_our_model(pair: Any) -> None:
         with torch.no_grad():
             native.model(tokens, context)
         same = theirs.sort(-1).values == routing(context).cpu().sort(-1).values
-        assert same.float().mean() > 0.9
+        assert same.float().mean() > (0.7 if "a4" in precision else 0.9)
 
 
 def test_what_no_kernel_serves_is_refused() -> None:
