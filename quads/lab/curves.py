@@ -34,20 +34,20 @@ MAX_POINTS = 150  # of a curve in the JSON; longer ones are thinned evenly
 EDGE = 5  # steps averaged at the beginning and at the end
 
 
-def collect(runs: Sequence[Path]) -> dict[str, Any]:
-    """{arm: {"seeds": n, "curves": {key: {"steps", "mean", "low", "high"}}}}.
+def collect(runs: Sequence[Path], last: int | None = None) -> dict[str, Any]:
+    """{arm: {"seeds": n, "curves": {key: {"steps", "mean", "low", "high"}}}}, up to step `last`.
 
     Raises UserError for a run without rows.
     """
     arms: dict[str, list[Path]] = {}
     for run in runs:
         arms.setdefault(re.sub(r"[_-]seed\d+$", "", run.resolve().name), []).append(run)
-    return {name: _arm([_rows(run) for run in seeds]) for name, seeds in arms.items()}
+    return {name: _arm([_rows(run, last) for run in seeds]) for name, seeds in arms.items()}
 
 
-def _rows(run: Path) -> list[dict[str, Any]]:
+def _rows(run: Path, last: int | None) -> list[dict[str, Any]]:
     file = run / "metrics.jsonl"
-    rows = read_rows(file) if file.exists() else []
+    rows = [row for row in read_rows(file) if last is None or row["step"] <= last] if file.exists() else []
     if not rows:
         raise UserError(f"{file} has no row; give the folders of runs that have made a step")
     return rows

@@ -6,8 +6,9 @@ overrides and the seed; `--jobs` run at the same time, dealt out to the GPUs. An
     --arm quads_token '--quant.recipe quads --quant.residual_selection token'
 
 A long comparison can be made in several parts (see arms.py); `--minutes` ends a part, and `--minutes 0` draws what is
-there. Where runs have got to different steps, all are cut at the last step that every run has. The table has means over
-seeds, with the lowest and the highest behind them where there are several:
+there. Where runs have got to different steps, all are cut at the last step that every run has, or at `--at STEP`, where
+runs that have not got there are left out and named. The table has means over seeds, with the lowest and the highest
+behind them where there are several:
 
     reward       mean training reward of the first 5 and of the last 5 steps
     pass@1       held-out score at the last evaluation
@@ -60,10 +61,16 @@ def windows(values: Sequence[float], size: int) -> list[Sequence[float]]:
     return [values[i : i + size] for i in range(max(1, len(values) - size + 1))] if values else []
 
 
-def cut(rows_of_runs: Sequence[list[dict[str, Any]]]) -> tuple[int, list[list[dict[str, Any]]]]:
-    """(the last step that all runs have, the rows up to it)."""
-    last = min(rows[-1]["step"] for rows in rows_of_runs)
-    return last, [[row for row in rows if row["step"] <= last] for rows in rows_of_runs]
+def cut(runs: Sequence[Run], at: int = 0) -> tuple[int, dict[Run, list[dict[str, Any]]]]:
+    """(the step, the rows up to it of each run that has it). at = 0: the last step that every run has."""
+    rows_of_runs = {run: run.rows() for run in runs}
+    last = at or min(rows[-1]["step"] for rows in rows_of_runs.values())
+    kept = {run: rows for run, rows in rows_of_runs.items() if rows[-1]["step"] >= last}
+    if not kept:
+        raise UserError(
+            f"no run has step {last}; the longest one has {max(r[-1]['step'] for r in rows_of_runs.values())}"
+        )
+    return last, {run: [row for row in rows if row["step"] <= last] for run, rows in kept.items()}
 
 
 def summarize(runs: Sequence[Run], measured: Sequence[dict[str, float]]) -> dict[str, dict[str, dict[str, float]]]:
@@ -110,6 +117,7 @@ def main(argv: list[str]) -> None:
     )
     parser.add_argument("--jobs", type=int, default=1, help="runs at the same time (default: 1)")
     parser.add_argument("--minutes", type=float, default=None, help="stop training then, and compare what there is")
+    parser.add_argument("--at", type=int, default=0, help="compare at this step (default: the last that all runs have)")
     args, overrides = parser.parse_known_args(argv)
     recipes = [name for name in args.recipes.split(",") if name]
     unknown = [name for name in recipes if name not in RECIPES]
@@ -131,29 +139,29 @@ def main(argv: list[str]) -> None:
     started = [run for run in runs if run.rows()]
     if started:
         about = provenance("recipes", argv, cfg, range(args.seeds))
-        print(compare(args.out, started, arms, about))
+        print(compare(args.out, started, arms, about, args.at))
     if problems or not started:
         raise UserError("\n".join(problems) or "no run has made a step; give more --minutes")
 
 
-def compare(out: Path, runs: Sequence[Run], arms: Sequence[Arm], about: dict[str, Any]) -> str:
+def compare(out: Path, runs: Sequence[Run], arms: Sequence[Arm], about: dict[str, Any], at: int = 0) -> str:
     """Write recipes.json, .md and .png about runs that have made a step; returns the table."""
-    last, rows_of_runs = cut([run.rows() for run in runs])
-    measured = [measure(rows) for rows in rows_of_runs]
-    summary = summarize(runs, measured)
-    text = table(summary, several=len(runs) > len(summary))
+    last, rows = cut(runs, at)
+    kept = list(rows)
+    measured = [measure(of_run) for of_run in rows.values()]
+    summary = summarize(kept, measured)
+    text = table(summary, several=len(kept) > len(summary))
     data = {
         "last_step": last,
         "arms": {arm.name: " ".join(arm.overrides) for arm in arms},
         "summary": summary,
-        "runs": [
-            {"arm": run.arm, "seed": run.seed, "steps_made": run.rows()[-1]["step"], **m}
-            for run, m in zip(runs, measured, strict=True)
-        ],
-        "curves": curves.collect([run.out for run in runs]),
+        "runs": [{"arm": run.arm, "seed": run.seed, **m} for run, m in zip(kept, measured, strict=True)],
+        "left_out": {run.out.name: run.rows()[-1]["step"] for run in runs if run not in rows},
+        "curves": curves.collect([run.out for run in kept], last),
         "table": text,
     }
     path = write_result(out, "recipes", about, data)
     path.with_suffix(".md").write_text(text + "\n", encoding="utf-8")
     style.save(curves.figure(data["curves"]), path.with_suffix(".png"))
-    return f"{text}\n\nat step {last}; wrote {path}, recipes.md and recipes.png"
+    left_out = "".join(f"\nleft out: {name} with {step} steps" for name, step in data["left_out"].items())
+    return f"{text}\n\nat step {last}; wrote {path}, recipes.md and recipes.png{left_out}"

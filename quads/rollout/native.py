@@ -116,7 +116,9 @@ class NativeEngine:
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Overwrite all weights in place; see `engine.Engine`."""
         self._complete = False
-        expected = [name for name, _ in named_weights(self.model)]
+        expected = [
+            name for name, _ in weight_storage(self.model)
+        ]  # not the values: a kernel would have to unpack them
         load_all(expected, weights, lambda name, tensor: load_weight(self.model, name, tensor))
         if addresses(self.model) != self._addresses:
             raise RuntimeError("a weight has moved: captured CUDA graphs would read the old one; report this")

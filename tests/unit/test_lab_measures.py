@@ -7,6 +7,7 @@ import pytest
 import torch
 from matplotlib.text import Text
 
+from quads.config import config_to_toml
 from quads.errors import UserError
 from quads.lab import channels, curves, layers, ratio, recipes, style
 from quads.lab.arms import Arm, plan
@@ -80,13 +81,33 @@ def test_summary_of_runs():
     assert summary["bf16"]["v"] == {"mean": 2.0, "low": 1.0, "high": 3.0}
 
 
-def test_a_peak_is_the_best_mean_of_neighbours_and_runs_are_cut_where_all_have_rows():
+def test_a_peak_is_the_best_mean_of_neighbours():
     rows = [{"step": i, "reward/mean": r} for i, r in enumerate([0.0] * 5 + [1.0] * 10 + [0.2] * 5, 1)]
     measured = recipes.measure(rows)
     assert measured["reward_peak"] == 1.0 and measured["reward_last"] == pytest.approx(0.2)
     assert recipes.measure(rows[:4])["reward_peak"] == 0.0
-    last, (long, short) = recipes.cut([rows, rows[:7]])
-    assert last == 7 and long == short == rows[:7]
+
+
+def test_runs_of_different_length_are_compared_at_one_step(tmp_path):
+    config = REPOSITORY / "configs" / "tiny_quads.toml"
+    runs = plan(str(config), [], [Arm.recipe("bf16"), Arm.recipe("quads")], [0], tmp_path)
+    for run, steps in zip(runs, (9, 4), strict=True):
+        run.out.mkdir()
+        (run.out / "config.toml").write_text(config_to_toml(run.config()))
+        rows = [{"step": i, "reward/mean": i / 10, "time/step_s": 1.0} for i in range(1, steps + 1)]
+        (run.out / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    last, rows = recipes.cut(runs)
+    assert last == 4 and [len(of_run) for of_run in rows.values()] == [4, 4]
+    last, rows = recipes.cut(runs, at=8)
+    assert last == 8 and {run.arm: len(of_run) for run, of_run in rows.items()} == {"bf16": 8}
+    shown = recipes.compare(tmp_path, runs, [Arm.recipe("bf16"), Arm.recipe("quads")], {}, at=8)
+    data = json.loads((tmp_path / "recipes.json").read_text())
+    assert data["left_out"] == {"quads_seed0": 4} and "left out: quads_seed0 with 4 steps" in shown
+    assert max(data["curves"]["bf16"]["curves"]["reward/mean"]["steps"]) == 8
+    with pytest.raises(UserError, match="the longest one has 9"):
+        recipes.cut(runs, at=10)
+    other = plan(str(config), ["--optim.lr", "1"], [Arm.recipe("bf16")], [0], tmp_path)
+    assert other[0].rows() == []  # of another config
 
 
 def test_unknown_recipes_are_refused_before_anything_runs(tmp_path):
