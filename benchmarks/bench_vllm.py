@@ -2,8 +2,8 @@
 weights.
 
     python benchmarks/bench_vllm.py [--engines fp8,w4a4,w4a4_residual] [--batches 16,64,256] [--new-tokens 200]
-                                    [--rounds 2] [--arch moe25b_a3b] [--together 3] [--seeded] [--profile FOLDER]
-                                    [--markdown FILE]
+                                    [--rounds 2] [--arch moe25b_a3b] [--together 3] [--seeded] [--long 64,4096,4096]
+                                    [--profile FOLDER] [--markdown FILE]
 
 Every engine runs in a process of its own: `bf16`, `fp8` (vLLM's online quantization), `nvfp4` (vLLM's own choice of
 kernel: Marlin on Hopper), and w4a16, w4a4, w4a4_residual of the plugin. Up to `together` of them start at the same time
@@ -100,7 +100,11 @@ def run_engine(arguments: argparse.Namespace) -> None:
     register_models()
     config, engine = ARCHITECTURES[arguments.arch], arguments.engine
     batches = [int(b) for b in arguments.batches.split(",")]
-    longest = arguments.prompt_tokens + arguments.new_tokens
+    long = [int(n) for n in arguments.long.split(",")] if arguments.long else []
+    longest = max(arguments.prompt_tokens + arguments.new_tokens, sum(long[1:]))
+    kv_bytes = kv_size(config, max(batches), arguments.prompt_tokens + arguments.new_tokens)
+    if long:
+        kv_bytes = max(kv_bytes, kv_size(config, long[0], sum(long[1:])))
     start = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         llm = LLM(
@@ -112,7 +116,7 @@ def run_engine(arguments: argparse.Namespace) -> None:
             max_num_seqs=max(batches),
             max_num_batched_tokens=max(8192, longest),
             enable_prefix_caching=False,
-            kv_cache_memory_bytes=kv_bytes(config, max(batches), longest),
+            kv_cache_memory_bytes=kv_bytes,
             gpu_memory_utilization=0.01,
             disable_log_stats=True,
             logprobs_mode="processed_logprobs",
@@ -134,7 +138,7 @@ def run_engine(arguments: argparse.Namespace) -> None:
             for batch in batches:
                 seeded = arguments.seeded and round_number == arguments.rounds + 1
                 new = arguments.new_tokens if round_number else min(arguments.new_tokens, WARM_UP_TOKENS)
-                seconds = generate(llm, arguments, config, generator, batch, new, seeded)
+                seconds = generate(llm, config, generator, batch, arguments.prompt_tokens, new, seeded)
                 if round_number:
                     key = "seeded_tokens_per_s" if seeded else "tokens_per_s"
                     rate = round(batch * arguments.new_tokens / seconds)
@@ -142,28 +146,34 @@ def run_engine(arguments: argparse.Namespace) -> None:
         if arguments.profile:
             for batch in batches:
                 profile(llm, arguments, config, generator, batch)
+    if long:
+        with turn(arguments.lock):
+            batch, prompt, new = long
+            first = generate(llm, config, generator, batch, prompt, 1)
+            seconds = generate(llm, config, generator, batch, prompt, new) - first
+            rate = round(batch * (new - 1) / seconds)
+            show(
+                arguments,
+                sequences=batch,
+                context=[prompt, prompt + new],
+                prefill_s=round(first, 2),
+                decode_tokens_per_s=rate,
+            )
 
 
-def kv_bytes(config: ModelConfig, batch: int, longest: int) -> int:
-    """Room for `batch` sequences of `longest` tokens in blocks of 16, and a block more each."""
+def kv_size(config: ModelConfig, batch: int, longest: int) -> int:
+    """Bytes for `batch` sequences of `longest` tokens in blocks of 16, and a block more each."""
     token = 2 * config.num_layers * config.num_kv_heads * config.head_dim * 2
     return token * batch * (longest + 32) + (64 << 20)
 
 
 def generate(
-    llm: Any,
-    arguments: argparse.Namespace,
-    config: ModelConfig,
-    generator: torch.Generator,
-    batch: int,
-    new: int,
-    seeded: bool = False,
+    llm: Any, config: ModelConfig, generator: torch.Generator, batch: int, prompt: int, new: int, seeded: bool = False
 ) -> float:
-    """Seconds that `batch` responses of `new` tokens take."""
+    """Seconds that `batch` responses of `new` tokens to prompts of `prompt` tokens take."""
     from vllm import SamplingParams
 
-    shape = batch, arguments.prompt_tokens
-    prompts = torch.randint(0, config.vocab_size, shape, generator=generator).tolist()
+    prompts = torch.randint(0, config.vocab_size, (batch, prompt), generator=generator).tolist()
     params = [
         SamplingParams(max_tokens=new, ignore_eos=True, detokenize=False, seed=i if seeded else None, logprobs=0)
         for i in range(batch)
@@ -201,7 +211,7 @@ def profile(
     totals: list[dict[str, tuple[float, int]]] = []
     for new in (2, 2 + PROFILED_STEPS):
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
-            generate(llm, arguments, config, generator, batch, new)
+            generate(llm, config, generator, batch, arguments.prompt_tokens, new)
         totals.append({e.key: (e.self_device_time_total, e.count) for e in profiler.key_averages()})
     short, long = totals
     rows = []
@@ -288,7 +298,6 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--engines", default="fp8,w4a4,w4a4_residual")
     parser.add_argument("--engine", default="", help=argparse.SUPPRESS)
-    parser.add_argument("--lock", default="", help=argparse.SUPPRESS)
     parser.add_argument("--batches", default="16,64,256")
     parser.add_argument("--prompt-tokens", type=int, default=128)
     parser.add_argument("--new-tokens", type=int, default=200)
@@ -298,6 +307,10 @@ def main() -> None:
     parser.add_argument("--together", type=int, default=1, help="engines that start at the same time")
     parser.add_argument("--seeded", action="store_true", help="a further round with a seed for each request")
     parser.add_argument("--profile", default="", help="folder for a table of GPU kernels of each engine and batch")
+    parser.add_argument(
+        "--long", default="", help="SEQUENCES,PROMPT,NEW: decode rate from context PROMPT to PROMPT + NEW"
+    )
+    parser.add_argument("--lock", default="", help="file that is locked while an engine measures (default: a new one)")
     parser.add_argument("--markdown", type=Path, default=None)
     arguments = parser.parse_args()
     if arguments.engine:
@@ -307,7 +320,7 @@ def main() -> None:
     engines = arguments.engines.split(",")
     with tempfile.TemporaryDirectory() as folder:
         for first in range(0, len(engines), arguments.together):
-            run_group(engines[first : first + arguments.together], str(Path(folder) / "lock"), rows)
+            run_group(engines[first : first + arguments.together], arguments.lock or str(Path(folder) / "lock"), rows)
     table = report(rows, arguments)
     print(table)
     if arguments.markdown:
