@@ -69,6 +69,10 @@ def prefetch(*layers: str):
     return tiles(lambda layer, tile: tile._replace(prefetch=layer in layers))
 
 
+def warps(count: int):
+    return patch.object(kernels_quantize, "row_warps", lambda *args: count)
+
+
 STAGES = {
     "whole": as_it_is,
     "prefetch w2": lambda: prefetch("w2"),
@@ -79,6 +83,8 @@ STAGES = {
     "no quantize": lambda: remembered(kernels, "_operand"),
     "no w13": lambda: without_gemm("w13"),
     "no w2": lambda: without_gemm("w2"),
+    "1 warp a row": lambda: warps(1),
+    "2 warps a row": lambda: warps(2),
 }
 
 

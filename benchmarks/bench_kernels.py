@@ -40,12 +40,17 @@ def quantizer_rows(rows: int, k: int, copy: float) -> None:
     sets = [torch.randn(rows, k, device="cuda", dtype=torch.bfloat16) for _ in range(4)]
     wide = [x.view(16, rows // 16, k) for x in sets]
     g = [torch.full((16,), 2.0**-9, device="cuda") for _ in sets]
+    gs = [torch.full((16,), 2.0**9, device="cuda") for _ in sets]
+    tiles = [kernels.KernelWeight(x.shape, device="cuda").quantize_(x, each) for x, each in zip(wide, g, strict=True)]
+    packed = [kernels.quantize(x, each) for x, each in zip(wide, g, strict=True)]
     half = 2.0 + 0.5625
     jobs: list[tuple[str, float, Callable]] = [
         ("quantize rows to codes", half, lambda i: quantize_activations(sets[i], k, codes=True)),
         ("quantize rows to values", 4.0, lambda i: quantize_activations(sets[i], k)),
-        ("weight pack, g given", half, lambda i: kernels.quantize(wide[i], g[i])),
-        ("weight QDQ, g given", 4.0, lambda i: kernels.qdq(wide[i], g[i], dtype=torch.bfloat16)),
+        ("weight pack, g given", half, lambda i: kernels.quantize(wide[i], g[i], gs=gs[i])),
+        ("weight into tiles, g given", half, lambda i: tiles[i].quantize_(wide[i], g[i], gs=gs[i])),
+        ("packed weight into tiles", 2 * 0.5625, lambda i: tiles[i].load_(*packed[i])),
+        ("weight QDQ, g given", 4.0, lambda i: kernels.qdq(wide[i], g[i], gs=gs[i], dtype=torch.bfloat16)),
         ("weight amax", 2.0, lambda i: weight_amax(wide[i])),
     ]
     for selection, reads in (("token", 1), ("batch", 2), ("block", 2)):
@@ -53,6 +58,8 @@ def quantizer_rows(rows: int, k: int, copy: float) -> None:
         per_element = 2.0 * reads + 1.125
         name = f"+ residual, {selection}, codes"
         jobs.append((name, per_element, lambda i, how=how: quantize_activations(sets[i], k, how, codes=True)))
+        name, per_element = f"+ residual, {selection}, values", 2.0 * reads + 4.0
+        jobs.append((name, per_element, lambda i, how=how: quantize_activations(sets[i], k, how)))
     for name, per_element, call in jobs:
         us = graph_us([lambda i=i, call=call: call(i) for i in range(4)])
         gbps = rows * k * per_element / us / 1000

@@ -118,8 +118,11 @@ def pack_tile(magnitude, byte, x, NB: tl.constexpr):
 
 
 @triton.jit
-def keep_top(key, index, keep, TOP_BIT: tl.constexpr, INDEX_BITS: tl.constexpr):
-    """True at the `keep` largest keys (int >= 0, below 2 << TOP_BIT), of equal ones at the lowest index."""
+def keep_top(key, index, keep, TOP_BIT: tl.constexpr, INDEX_BITS: tl.constexpr, STORED: tl.constexpr):
+    """True at the `keep` largest keys (int >= 0, below 2 << TOP_BIT) of a row tile, of equal ones at the lowest index.
+
+    index: as `tile_columns(KP, STORED)` gives it.
+    """
     threshold = tl.zeros((), dtype=key.dtype)
     one = threshold + 1
     # The largest threshold that at least `keep` keys reach, bit by bit, down to the lowest bit that any key has set:
@@ -132,12 +135,20 @@ def keep_top(key, index, keep, TOP_BIT: tl.constexpr, INDEX_BITS: tl.constexpr):
         count = tl.sum(tl.ravel((key >= candidate).to(tl.int32)))
         threshold = tl.where(count >= keep, candidate, threshold)
     missing = keep - tl.sum(tl.ravel((key > threshold).to(tl.int32)))
-    last = 0
-    for i in range(INDEX_BITS):  # the largest index bound below which fewer than `missing` ties lie
-        candidate = last | (1 << (INDEX_BITS - 1 - i))
-        count = tl.sum(tl.ravel(((key == threshold) & (index < candidate)).to(tl.int32)))
-        last = tl.where(count < missing, candidate, last)
-    return (keep > 0) & ((key > threshold) | ((key == threshold) & (index <= last) & (missing > 0)))
+    tied = key == threshold
+    if STORED:
+        last = 0
+        for i in range(INDEX_BITS):  # the largest index bound below which fewer than `missing` ties lie
+            candidate = last | (1 << (INDEX_BITS - 1 - i))
+            count = tl.sum(tl.ravel((tied & (index < candidate)).to(tl.int32)))
+            last = tl.where(count < missing, candidate, last)
+        chosen = tied & (index <= last) & (missing > 0)
+    else:  # columns lie in order: count the ties before each
+        ties = tied.to(tl.int32)
+        in_block = tl.sum(ties, axis=1)
+        before = tl.cumsum(ties, axis=1) - ties + (tl.cumsum(in_block, axis=0) - in_block)[:, None]
+        chosen = tied & (before < missing)
+    return (keep > 0) & ((key > threshold) | chosen)
 
 
 @triton.jit

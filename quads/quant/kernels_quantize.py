@@ -105,7 +105,7 @@ def rows_kernel(
         tl.store(scale_ptr + T + row, g)
         if RESIDUAL == "token":
             key = abs_bits(r)
-            kept = keep_top(tl.where(key >= INF_BITS, 0, key), column, keep, 30, INDEX_BITS)
+            kept = keep_top(tl.where(key >= INF_BITS, 0, key), column, keep, 30, INDEX_BITS, STORED)
         elif RESIDUAL == "scored":
             kept = column < K
             store_scores(partial_ptr + row * KP, live_ptr + row, r, column, HAS_LIVE)
