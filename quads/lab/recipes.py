@@ -126,11 +126,13 @@ def main(argv: list[str]) -> None:
             f"--recipes {args.recipes} --seeds {args.seeds} --jobs {args.jobs}: use at least one seed and one job, and "
             f"recipes of {RECIPES}"
         )
-    arms = [*map(Arm.recipe, recipes), *(Arm.parse(*words) for words in args.arm)]
+    further = [Arm.parse(*words) for words in args.arm]
+    arms = [*map(Arm.recipe, recipes), *further]
     names = [arm.name for arm in arms]
     if not arms or len(set(names)) < len(names):
         raise UserError(f"arms {', '.join(names) or 'none'}: name at least one, and each once")
-    runs = plan(args.config, overrides, arms, range(args.seeds), args.out)
+    groups = [arms[: len(recipes)], further]  # all seeds of the recipes come first
+    runs = [run for group in groups for run in plan(args.config, overrides, group, range(args.seeds), args.out)]
     cfg = [run.config() for run in runs][0]  # a wrong config is an error before anything runs
     args.out.mkdir(parents=True, exist_ok=True)
     missing = [run for run in runs if not run.is_complete()]
