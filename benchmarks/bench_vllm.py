@@ -189,12 +189,18 @@ def spread_tokens(model: Any, batches: list[int], top_k: int) -> dict[int, float
     """Fill what decides the routing; returns the mean number of experts that a batch of each size meets in a layer."""
     generator = torch.Generator("cuda").manual_seed(0)
     gates = []
-    for name, param in model.named_parameters():
-        if name.endswith("norm.weight"):
-            param.fill_(1.0)
-        elif name.endswith(("embed_tokens.weight", "lm_head.weight", "mlp.gate.weight")):
-            param.normal_(0.0, 0.02, generator=generator)
-            gates += [param] if name.endswith("mlp.gate.weight") else []
+    for name, module in model.named_modules():
+        weight = getattr(module, "weight", None)
+        if name.endswith("norm"):
+            weight.fill_(1.0)
+        elif name.endswith(("embed_tokens", "lm_head")):
+            weight.normal_(0.0, 0.02, generator=generator)
+        elif name.endswith("mlp.gate"):
+            shape = sorted(weight.shape)  # [experts, hidden]
+            gates.append(
+                torch.empty(shape, dtype=torch.bfloat16, device="cuda").normal_(0.0, 0.02, generator=generator)
+            )
+            fill_gate(module, gates[-1])
     hit = {}
     for batch in batches:
         tokens = torch.randint(0, 100_000, (batch,), device="cuda", generator=generator)
@@ -202,6 +208,18 @@ def spread_tokens(model: Any, batches: list[int], top_k: int) -> dict[int, float
         counts = [(hidden @ gate.t()).topk(top_k, dim=-1).indices.unique().numel() for gate in gates]
         hit[batch] = round(sum(counts) / len(counts), 1)
     return hit
+
+
+def fill_gate(module: Any, values: Tensor) -> None:
+    """values: bf16 [experts, hidden]. vLLM's fp8 quantizes the router too, with one scale, and stores it transposed."""
+    weight = module.weight
+    if weight.dtype == torch.bfloat16:
+        weight.copy_(values)
+        return
+    scale = values.abs().amax().float() / torch.finfo(weight.dtype).max
+    codes = (values.float() / scale).to(weight.dtype)
+    weight.copy_(codes if weight.shape == codes.shape else codes.t())
+    module.weight_scale.fill_(scale)
 
 
 def profile(
