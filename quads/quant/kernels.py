@@ -25,7 +25,7 @@ from quads.quant.kernels_layout import TILE
 from quads.quant.kernels_math import compiled
 from quads.quant.kernels_moe import Routing, combine, route
 from quads.quant.kernels_pack import dequantize, qdq, quantize
-from quads.quant.kernels_quantize import Compensation, Operand, quantize_activations, reorder_activations
+from quads.quant.kernels_quantize import Compensation, Operand, budget, quantize_activations, reorder_activations
 from quads.quant.kernels_tune import Layer, ShapeClass, Tile, shape_class, tile
 from quads.quant.kernels_weight import KernelWeight
 from quads.quant.residual import PackedPair, Selection
@@ -93,11 +93,11 @@ def _operand(
     """The activations of one GEMM at a precision."""
     if precision == "w4a16":
         return Operand(x, None, None, False) if stored else reorder_activations(x, weight.k, after_route)
-    chosen = compensation if precision == "w4a4_residual" else None
+    keeps_some = precision == "w4a4_residual" and budget(weight.k, compensation) > 0  # without channels no residual
     operand, _ = quantize_activations(
         x,
         weight.k,
-        chosen,
+        compensation if keeps_some else None,
         live,
         codes=weight.path == "native_fp4",
         stored=stored,
@@ -221,7 +221,7 @@ def moe(
     operand = _operand(x_TH, w13, at["w13"], compensation, live, after_route=True)
     # Channel selection ends with a kernel that lets the next one start only after its own wait (kernels_select.py), so
     # the map is older than whatever follows it. Without selection only one kernel lies between, which waits at its end.
-    selected = at["w13"] == "w4a4_residual" and selection != "token"
+    selected = operand.residual and selection != "token"
     _gemm(operand, w13, hidden, "w13", row, name, blocks, pairs, routing, top_k, mapped=selected)
 
     live_slots = (routing.rows < pairs).view(torch.uint8) if at["w2"] == "w4a4_residual" else None

@@ -67,13 +67,26 @@ def quantize_activation(x_TK: Tensor, site: SiteSpec, live_T: Tensor | None = No
 
 
 def wide_dtype(device: torch.device) -> torch.dtype:
-    """The dtype that the reference path multiplies and accumulates in."""
+    """The dtype that the reference path multiplies and accumulates in, where bf16 will not do (`product_dtype`)."""
     return torch.float64 if device.type == "cpu" else torch.float32
 
 
-def widen(weight: Tensor) -> Tensor:
+def product_dtype(site: SiteSpec, dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    """The dtype of the operands of a site's matmul, for activations of `dtype`.
+
+    On a GPU bf16 if it holds them exactly: with power-of-two scales the values of all codes. The product is the same
+    (fp32 sums, rounded once to bf16), on tensor cores, and torch groups experts in bf16 without a word to the host, so
+    that a CUDA graph can hold it. The residual needs fp32: its two products are subtracted before they are rounded.
+    """
+    exact = site.global_scale == "pow2" or site.precision == "bf16"
+    if device.type == "cuda" and dtype == torch.bfloat16 and exact and site.precision != "w4a4_residual":
+        return torch.bfloat16
+    return wide_dtype(device)
+
+
+def widen(weight: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """The values of a stored weight in the dtype that the reference path multiplies in."""
-    wide = wide_dtype(weight.device)
+    wide = wide_dtype(weight.device) if dtype is None else dtype
     return weight.dequantize(wide) if isinstance(weight, NVFP4Tensor | Float8BlockTensor) else weight.to(wide)
 
 

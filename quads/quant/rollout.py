@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from quads.model.linear import Linear
 from quads.model.moe import Experts
 from quads.quant.learner import replace_module
-from quads.quant.linear import SiteSpec, allocate, grouped_linear, linear, quantize_activation, widen
+from quads.quant.linear import SiteSpec, allocate, grouped_linear, linear, product_dtype, quantize_activation, widen
 from quads.quant.recipes import SITES, QuantSpec
 from quads.quant.tensor import QuantizedTensor
 
@@ -36,6 +36,10 @@ class RolloutWeights(nn.Module):
 
     def store(self, leaf: str, like: Tensor, site: SiteSpec) -> None:
         """Allocate the storage of `leaf`, for a weight shaped like `like`; called once, at construction."""
+        self.product_dtypes = {
+            **getattr(self, "product_dtypes", {}),
+            leaf: product_dtype(site, like.dtype, like.device),
+        }
         self.register_buffer(leaf, allocate(like.shape, site, like.dtype, like.device))
         self.register_buffer(f"{leaf}_wide", None, persistent=False)
 
@@ -55,7 +59,7 @@ class RolloutWeights(nn.Module):
     def wide(self, leaf: str) -> Tensor:
         """The values that the reference path multiplies."""
         kept = getattr(self, f"{leaf}_wide")
-        return widen(getattr(self, leaf)) if kept is None else kept
+        return widen(getattr(self, leaf), self.product_dtypes[leaf]) if kept is None else kept
 
     def stored(self, leaf: str) -> Tensor:
         """The weight as it was loaded: an NVFP4Tensor, a Float8BlockTensor or a plain tensor."""

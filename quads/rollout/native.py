@@ -183,7 +183,7 @@ def choose_graphs(
     if dtype != torch.bfloat16:
         return False, "eager (CUDA graphs need model.dtype = bfloat16: torch groups experts in fp32 on the host)"
     if spec.rollout != "bf16" and choose_kernel(kernel, device, spec.rollout) == "reference":
-        return False, f"eager (the reference kernel of {spec.rollout} groups experts on the host)"
+        return False, f"eager (the reference kernel of {spec.rollout} is not captured)"
     return True, "CUDA graphs, captured at the second step of each size"
 
 

@@ -21,6 +21,16 @@ if INTERPRETED:
     from quads.quant.kernels_tune import ShapeClass, Tile
     from tests.numerics import kernel_checks as check
 
+    class Watched:
+        """A GEMM launcher that notes whether there was a residual."""
+
+        def __init__(self, real):
+            self.real, self.residual = real, []
+
+        def __call__(self, operand, *args, **kwargs):
+            self.residual.append(operand.residual)
+            return self.real(operand, *args, **kwargs)
+
     @pytest.mark.parametrize("mode", ["pow2", "amax"])
     @pytest.mark.parametrize("shape", [(1, 16), (7, 48), (2, 6, 32), (1, 2064), (300, 40)])
     def test_weight_quantizer(shape, mode):
@@ -85,6 +95,16 @@ if INTERPRETED:
     )
     def test_experts(precision, path):
         check.check_moe(7, 4, 2, 48, 16, precision, "cpu", path)
+
+    def test_a_ratio_that_keeps_no_channel_costs_no_second_operand(monkeypatch):
+        x = torch.randn(5, 48).bfloat16()
+        weight = kernels.KernelWeight.from_packed(*check.packed_weight((40, 48)))
+        plain = kernels.linear(x, weight, "w4a4")
+        monkeypatch.setattr(kernels, "_gemm", watched := Watched(kernels._gemm))
+        assert torch.equal(kernels.linear(x, weight, "w4a4_residual", 0.02), plain)  # floor(0.02 * 48) is 0
+        assert watched.residual == [False]
+        kernels.linear(x, weight, "w4a4_residual", 0.03)
+        assert watched.residual == [False, True]
 
     def test_all_tokens_at_one_expert():
         check.check_moe(20, 3, 1, 144, 48, "w4a4", "cpu", one_expert=True)
