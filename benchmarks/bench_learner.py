@@ -3,9 +3,10 @@
     python -m benchmarks.bench_learner [--gpus N] [--layers 8] [--steps 10] [--profile] [CASE ...]
 
 CASE is RECIPE:SEQUENCES[xLENGTH]:CHECKPOINTING:eager|compile[:GATHER], SEQUENCES of LENGTH (4096) random tokens a GPU
-in one micro-batch, for example quads:8:full:compile or quads:1x16384:none:compile:packed. Each case runs in processes
-of its own (torchrun with N > 1: FSDP2 and expert parallelism over all GPUs, GATHER bf16 or packed). Without cases:
-bf16 beside quads in three settings. --profile adds where one update's time goes on the first GPU.
+in one micro-batch, for example quads:8:full:compile or quads:1x16384:none:compile:packed. CASE@LAYERS overrides
+--layers, CASE! adds where one update's time goes on the first GPU (--profile: for all). Cases run one after another in
+the same processes (torchrun with N > 1: FSDP2 and expert parallelism over all GPUs, GATHER bf16 or packed). Without
+cases: bf16 beside quads in three settings.
 
 Each case also prints the loss and gradient norm of its first update: cases with the same total of sequences agree to
 bf16 rounding, whatever the number of GPUs, gathers, checkpointing and compilation.
@@ -16,6 +17,7 @@ beside it against 789, what a large matmul reaches there.
 """
 
 import argparse
+import gc
 import json
 import os
 import statistics
@@ -25,6 +27,7 @@ import time
 from dataclasses import replace
 
 import torch
+import torch._dynamo
 
 from benchmarks.kernel_times import summarize
 from quads.config_sections import (
@@ -64,63 +67,63 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--profile", action="store_true")
-    parser.add_argument("--one", default="")
     args = parser.parse_args()
-    if args.one:
-        measure(args.one, args.layers, args.steps, args.profile)
-        return
-    print(f"{torch.cuda.get_device_name()} x {args.gpus}, torch {torch.__version__}, {args.layers} layers", flush=True)
-    print("| case | step s | tokens/s/GPU | TFLOP/s | MFU 989 / 789 | requantize s | peak GiB (estimate) |")
-    print("|---" * 7 + "|", flush=True)
-    launch = [sys.executable]
-    if args.gpus > 1:
-        launch += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={args.gpus}"]
-    for case in args.cases or DEFAULT_CASES:
-        options = ["--one", case, "--layers", str(args.layers), "--steps", str(args.steps)]
-        command = [*launch, __file__, *options, *(["--profile"] if args.profile else [])]
+    if args.gpus > 1 and "WORLD_SIZE" not in os.environ:
+        launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={args.gpus}"]
         paths = os.pathsep.join([os.getcwd(), *filter(None, [os.environ.get("PYTHONPATH")])])
-        began = time.perf_counter()
-        done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": paths})
-        rows = [line for line in done.stdout.splitlines() if line.startswith(("|", "{")) or args.profile]
-        errors = [line for line in done.stderr.splitlines() if "Error" in line or "error:" in line][:4]
-        failed = f"| {case} | failed: {' / '.join(errors)[:1000]} |"
-        print("\n".join(rows) if done.returncode == 0 else failed, flush=True)
-        print(f"({case}: {time.perf_counter() - began:.0f} s in all)", flush=True)
+        sys.exit(subprocess.call([*launch, __file__, *sys.argv[1:]], env={**os.environ, "PYTHONPATH": paths}))
+    # A layer that was compiled too often would run eager, without a word, in the middle of a benchmark.
+    torch._dynamo.config.recompile_limit = 64
+    torch._dynamo.config.fail_on_recompile_limit_hit = True
+    with init_distributed(ParallelSettings(ep=args.gpus), TrainSettings()) as world:
+        world.print(f"{torch.cuda.get_device_name()} x {args.gpus}, torch {torch.__version__}")
+        world.print("| case | step s | tokens/s/GPU | TFLOP/s | MFU 989 / 789 | requantize s | peak GiB (estimate) |")
+        world.print("|---" * 7 + "|")
+        for case in args.cases or DEFAULT_CASES:
+            name, _, layers = case.removesuffix("!").partition("@")
+            began = time.perf_counter()
+            measure(name, int(layers or args.layers), args.steps, args.profile or case.endswith("!"), world)
+            gc.collect()
+            torch.cuda.empty_cache()
+            world.print(
+                f"({time.perf_counter() - began:.0f} s; {torch.cuda.memory_allocated() / GIB:.2f} GiB left over)"
+            )
 
 
-def measure(case: str, layers: int, steps: int, profile: bool) -> None:
+def measure(case: str, layers: int, steps: int, profile: bool, world: Distributed) -> None:
     recipe, batch, checkpointing, mode, *rest = case.split(":")
     sequences, length = (int(number) for number in (batch if "x" in batch else f"{batch}x{LENGTH}").split("x"))
-    world_size = int(os.environ.get("WORLD_SIZE", "1"))
     parallel = ParallelSettings(
-        ep=world_size,
+        ep=world.size,
         activation_checkpointing=checkpointing,  # type: ignore[arg-type]
         compile=mode == "compile",
     )
     config = replace(ARCHITECTURES["moe25b_a3b"], num_layers=layers)
     spec = resolve(QuantSettings(recipe=recipe))  # type: ignore[arg-type]
     all_gather = rest[0] if rest else "bf16"
-    with init_distributed(parallel, TrainSettings()) as world:
-        learner = build_learner(config, spec, parallel, world, all_gather)
-        microbatches, denominator = make_batch(config, sequences, length, world)
-        microbatches = learner.add_fixed_logprobs(microbatches)
-        first = learner.update(microbatches, denominator)
-        times = [seconds(lambda: learner.update(microbatches, denominator)) for _ in range(WARM_UP + steps)]
-        step_s = statistics.median(times[WARM_UP:])
-        requantize_s = statistics.median(seconds(lambda: requantize(learner.model)) for _ in range(3))
-        if profile and world.is_main:
-            with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as run:
-                learner.update(microbatches, denominator)
-                torch.cuda.synchronize()
-            print(summarize(run.events()))
-        elif profile:
+    torch.cuda.reset_peak_memory_stats()
+    learner = build_learner(config, spec, parallel, world, all_gather)
+    microbatches, denominator = make_batch(config, sequences, length, world)
+    microbatches = learner.add_fixed_logprobs(microbatches)
+    first = learner.update(microbatches, denominator)
+    times = [seconds(lambda: learner.update(microbatches, denominator)) for _ in range(WARM_UP + steps)]
+    requantize_s = statistics.median(seconds(lambda: requantize(learner.model)) for _ in range(3))
+    if profile and world.is_main:
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as run:
             learner.update(microbatches, denominator)
-        peak, reserved = torch.cuda.max_memory_allocated() / GIB, torch.cuda.max_memory_reserved() / GIB
-        phases = memory_phases(learner, microbatches[0], denominator)
-        if world.is_main:
-            report(case, config, spec, parallel, world, sequences, length, all_gather, step_s, requantize_s, peak)
-            update = {"case": case, "first_loss": first.loss, "first_grad_norm": first.grad_norm}
-            print(json.dumps({**update, "reserved_gib": reserved, **phases}))
+            torch.cuda.synchronize()
+        print(f"{case}@{layers}\n{summarize(run.events())}")
+    elif profile:
+        learner.update(microbatches, denominator)
+    peak, reserved = torch.cuda.max_memory_allocated() / GIB, torch.cuda.max_memory_reserved() / GIB
+    phases = memory_phases(learner, microbatches[0], denominator)
+    if world.is_main:
+        step_s = statistics.median(times[WARM_UP:])
+        name = f"{case}@{layers}"
+        report(name, config, spec, parallel, world, sequences, length, all_gather, step_s, requantize_s, peak)
+        update = {"case": name, "first_loss": first.loss, "first_grad_norm": first.grad_norm}
+        spread = {"fastest_s": min(times[WARM_UP:]), "slowest_s": max(times[WARM_UP:])}
+        print(json.dumps({**update, **spread, "reserved_gib": reserved, **phases}), flush=True)
 
 
 def build_learner(

@@ -40,11 +40,23 @@ def union(intervals: list[Interval]) -> float:
     return covered
 
 
-def summarize(events: EventList, largest: int = 16) -> str:
-    """Two tables in milliseconds: sums by kind beside busy, exposed and idle time, and the largest kernels."""
+def gaps(named: list[tuple[float, float, str]]) -> list[tuple[float, str, str]]:
+    """(idle ms, kernel before, kernel after), longest first."""
+    found, end, last = [], float("inf"), ""
+    for start, stop, name in sorted(named):
+        if start > end:
+            found.append((start - end, last, name))
+        if stop > end or not last:
+            end, last = stop, name
+    return sorted(found, reverse=True)
+
+
+def summarize(events: EventList, largest: int = 24) -> str:
+    """In milliseconds: busy, exposed and idle time, sums by kind, the largest kernels and the longest gaps."""
     by_kind: dict[str, float] = {}
     by_name: dict[str, tuple[float, int]] = {}
     every: list[Interval] = []
+    named: list[tuple[float, float, str]] = []
     computing: list[Interval] = []
     for event in events:
         if event.device_type != DeviceType.CUDA or event.name.startswith(ANNOTATIONS):
@@ -55,6 +67,7 @@ def summarize(events: EventList, largest: int = 16) -> str:
         total, count = by_name.get(event.name, (0.0, 0))
         by_name[event.name] = (total + length, count + 1)
         every.append(interval)
+        named.append((*interval, event.name))
         if kind not in COMMUNICATION:
             computing.append(interval)
     if not every:
@@ -67,4 +80,7 @@ def summarize(events: EventList, largest: int = 16) -> str:
     lines.append("largest kernels")
     ranked = sorted(by_name.items(), key=lambda item: -item[1][0])[:largest]
     lines += [f"{ms:8.1f} ms {count:5d} x {name[:110]}" for name, (ms, count) in ranked]
+    idle = gaps(named)
+    lines.append(f"longest of {len(idle)} gaps")
+    lines += [f"{ms:8.2f} ms between {before[:50]} and {after[:50]}" for ms, before, after in idle[:8]]
     return "\n".join(lines)

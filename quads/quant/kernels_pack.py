@@ -45,6 +45,18 @@ def amax_kernel(x_ptr, out_ptr, size, BLOCK: tl.constexpr, CAST: tl.constexpr, A
 
 
 @triton.jit
+def places(block, ROW: tl.constexpr):
+    """Where the 8 code bytes and the scale byte of a block lie. ROW = 0: codes and scales are tensors of their own.
+    Else rows of ROW blocks stand in one buffer, first their code bytes, then their scale bytes."""
+    if ROW == 0:
+        codes, scale = block * 8, block
+    else:
+        row, place = block // ROW, block % ROW
+        codes, scale = row * (9 * ROW) + place * 8, row * (9 * ROW) + 8 * ROW + place
+    return codes, scale
+
+
+@triton.jit
 def weight_kernel(
     x_ptr,
     g_ptr,
@@ -57,6 +69,7 @@ def weight_kernel(
     PACK: tl.constexpr,
     VALUE: tl.constexpr,
     CAST: tl.constexpr,
+    ROW: tl.constexpr,
     ASM: tl.constexpr,
 ):
     """NB scale blocks of one matrix per program, global scales given: packed bytes and scale bytes (PACK), and the
@@ -72,9 +85,10 @@ def weight_kernel(
     byte, scale, inv = block_factors(tl.max(abs_bits(x), axis=1), g, tl.load(gs_ptr + e))
     magnitude = e2m1_round(tl.abs(x) * inv[:, None])
     if PACK:
-        pairs = (base + block)[:, None] * 8 + tl.arange(0, 8)[None, :]
+        codes_at, scale_at = places(base + block, ROW)
+        pairs = codes_at[:, None] + tl.arange(0, 8)[None, :]
         tl.store(packed_ptr + pairs, pack_tile(magnitude, byte, x, NB), mask=inside)
-        tl.store(byte_ptr + base + block, byte.to(tl.uint8), mask=block < blocks)
+        tl.store(byte_ptr + scale_at, byte.to(tl.uint8), mask=block < blocks)
     if VALUE:
         # A zero-scale block dequantizes to +0 (its codes are 0), whatever the signs of x.
         value = tl.where((byte == 0)[:, None], 0.0, values(magnitude, scale, x)) * g
@@ -103,18 +117,21 @@ def pack_kernel(x_ptr, g_ptr, gs_ptr, packed_ptr, byte_ptr, blocks, NB: tl.const
 
 
 @triton.jit
-def dequantize_kernel(packed_ptr, byte_ptr, g_ptr, out_ptr, blocks, NB: tl.constexpr, ASM: tl.constexpr):
+def dequantize_kernel(
+    packed_ptr, byte_ptr, g_ptr, out_ptr, blocks, NB: tl.constexpr, ROW: tl.constexpr, ASM: tl.constexpr
+):
     """(e2m1 * e4m3) * g of NB blocks of one matrix (or row) per program, in out_ptr's dtype."""
     e = tl.program_id(1)
     block = tl.program_id(0) * NB + tl.arange(0, NB)
     base = e.to(tl.int64) * blocks
     inside = (block < blocks)[:, None]
-    pairs = tl.load(packed_ptr + (base + block)[:, None] * 8 + tl.arange(0, 8)[None, :], mask=inside, other=0)
+    codes_at, scale_at = places(base + block, ROW)
+    pairs = tl.load(packed_ptr + codes_at[:, None] + tl.arange(0, 8)[None, :], mask=inside, other=0)
     pairs = pairs.to(tl.int32)
     code = tl.reshape(tl.join(pairs & 0xF, pairs >> 4), (NB, 16))
     # Sign and magnitude as fp32 bits read as e2m1 * 2**-126; both factors that undo it are powers of two.
     bits = ((code & 8) << 28) | ((code & 7) << 22)
-    byte = tl.load(byte_ptr + base + block, mask=block < blocks, other=0).to(tl.int32)
+    byte = tl.load(byte_ptr + scale_at, mask=block < blocks, other=0).to(tl.int32)
     scale = tl.where(byte == 0x7F, float("nan"), e4m3_decode(byte))
     value = (bits.to(tl.float32, bitcast=True) * 8.507059173023462e37) * scale[:, None] * tl.load(g_ptr + e)
     offsets = (base + block)[:, None] * 16 + tl.arange(0, 16)[None, :]
@@ -151,6 +168,7 @@ def _launch(
     mode: Literal["pow2", "amax"],
     dtype: torch.dtype | None,
     cast: bool = False,
+    rows: Tensor | None = None,
 ):
     w, experts, size = _flat(w)
     if g is None:
@@ -160,11 +178,14 @@ def _launch(
     gs_E = gs.reshape(-1).expand(experts).contiguous()
     pack = dtype is None
     shape = w.shape[:-1]
-    packed = torch.empty(*shape, w.shape[-1] // 2, dtype=torch.uint8, device=w.device) if pack else w
-    byte = torch.empty(*shape, w.shape[-1] // 16, dtype=torch.uint8, device=w.device) if pack else w
+    if rows is not None:
+        packed = byte = rows
+    else:
+        packed = torch.empty(*shape, w.shape[-1] // 2, dtype=torch.uint8, device=w.device) if pack else w
+        byte = torch.empty(*shape, w.shape[-1] // 16, dtype=torch.uint8, device=w.device) if pack else w
     value = w if dtype is None else torch.empty(w.shape, dtype=dtype, device=w.device)
     blocks = size // 16
-    if pack and w.dtype == torch.bfloat16:
+    if pack and rows is None and w.dtype == torch.bfloat16:
         nb = min(triton.next_power_of_2(blocks), 256)
         pack_kernel[(triton.cdiv(blocks, nb), experts)](
             w.view(torch.int32),
@@ -192,6 +213,7 @@ def _launch(
         PACK=pack,
         VALUE=not pack,
         CAST=cast and w.dtype != torch.bfloat16,
+        ROW=0 if rows is None else w.shape[-1] // 16,
         ASM=compiled(),
         num_warps=4,
         enable_fp_fusion=False,
@@ -249,8 +271,35 @@ def dequantize(
         out,
         blocks,
         NB=nb,
+        ROW=0,
         ASM=compiled(),
         num_warps=4,
         enable_fp_fusion=False,
     )
     return out[..., :num_elements]
+
+
+def quantize_rows_into(
+    w: Tensor, g: Tensor, mode: Literal["pow2", "amax"], gs: Tensor | None, rows: Tensor, cast: bool
+) -> None:
+    """`quantize` into rows: uint8 [..., N, 9 B], the 8 B code bytes of a row, then its B = K / 16 scale bytes."""
+    _launch(w, g, gs, mode, None, cast, rows)
+
+
+def dequantize_rows_into(rows: Tensor, g: Tensor, out: Tensor) -> None:
+    """The values [..., N, K] of such rows, K % 16 == 0, into `out` (contiguous, bf16 or fp32)."""
+    matrices = g.numel()
+    blocks = out.numel() // 16 // matrices
+    nb = min(triton.next_power_of_2(blocks), 128)
+    dequantize_kernel[(triton.cdiv(blocks, nb), matrices)](
+        rows,
+        rows,
+        g.contiguous(),
+        out,
+        blocks,
+        NB=nb,
+        ROW=out.shape[-1] // 16,
+        ASM=compiled(),
+        num_warps=4,
+        enable_fp_fusion=False,
+    )

@@ -43,7 +43,7 @@ from quads.quant.learner import Group, QATExperts, QATLinear, sharing_groups
 from quads.quant.nvfp4 import BLOCK, GlobalScaleMode
 from quads.quant.recipes import TARGETS, QuantSpec
 from quads.quant.tensor import Float8BlockTensor, NVFP4Tensor
-from quads.quant.weights import qdq, quantize, weight_amax
+from quads.quant.weights import dequantize_rows_into, qdq, quantize_rows_into, split_rows, weight_amax
 
 AllGather = Literal["bf16", "packed"]
 
@@ -98,15 +98,11 @@ class PackedShard:
         self.g, self.gs, self.version = g, gs, local_tensor(parameter)._version
         rows = own_rows(parameter)
         own_g, own_gs = (g[rows], gs[rows]) if g.dim() else (g, gs)
-        packed, block_scale, _ = quantize(local_tensor(parameter), own_g, self.mode, own_gs, cast=True)
-        torch.cat([packed, block_scale.view(torch.uint8)], dim=-1, out=self.bytes)
+        quantize_rows_into(self.bytes, local_tensor(parameter), own_g, self.mode, own_gs)
 
     def tensor(self, rows: Tensor, g: Tensor, dtype: torch.dtype) -> NVFP4Tensor:
         """The weight that gathered `rows` (uint8 [..., N, 9 B]) and scales stand for."""
-        num_code_bytes = rows.shape[-1] // 9 * 8
-        packed, block_scale = rows[..., :num_code_bytes], rows[..., num_code_bytes:]
-        block_scale = block_scale.contiguous().view(torch.float8_e4m3fn)
-        return NVFP4Tensor(packed.contiguous(), block_scale, g, self.num_columns, dtype, self.mode)
+        return NVFP4Tensor(*split_rows(rows), g, self.num_columns, dtype, self.mode)
 
     def pre_all_gather(
         self, mesh: Any, outer_size: Any, outer_stride: Any, module: nn.Module, mp_policy: Any
@@ -119,12 +115,14 @@ class PackedShard:
         self, outputs: tuple[Tensor, ...], metadata: None, param_dtype: torch.dtype, *, out: Tensor | None = None
     ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
         """The decoded weight, written into `out` from the second time on."""
-        weight = self.tensor(outputs[0], self.g, param_dtype).dequantize(param_dtype)
+        rows = outputs[0]
         if out is None:
+            weight = rows.new_empty(*rows.shape[:-1], self.num_columns, dtype=param_dtype)
+            dequantize_rows_into(weight, rows, self.g)
             return weight, (weight,)  # FSDP frees and reallocates it with every gather
         out = local_experts(out)
         with torch.autograd._unsafe_preserve_version_counter(out):  # pyright: ignore[reportPrivateImportUsage]
-            out.copy_(weight)
+            dequantize_rows_into(out, rows, self.g)
         return None
 
 

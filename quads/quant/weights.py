@@ -59,6 +59,30 @@ def _(packed: Tensor, block_scale: Tensor, g: Tensor, dtype: torch.dtype, num_co
     return packed.new_empty(*packed.shape[:-1], num_columns, dtype=dtype)
 
 
+def quantize_rows_into(rows: Tensor, w: Tensor, g: Tensor, mode: GlobalScaleMode, gs: Tensor | None) -> None:
+    """`quantize` of bf16(w) into rows, uint8 [..., N, 9 B]: the 8 B code bytes of each row, then its B scale bytes."""
+    if w.device.type == "cuda" and w.numel() and w.shape[-1] % nvfp4.BLOCK == 0:
+        _quantizer(w.device).quantize_rows_into(w, g, mode, gs, rows, cast=True)
+        return
+    packed, block_scale, _ = quantize(w, g, mode, gs, cast=True)
+    torch.cat([packed, block_scale.view(torch.uint8)], dim=-1, out=rows)
+
+
+def split_rows(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """(packed uint8 [..., N, 8 B], block scales float8_e4m3fn [..., N, B]) of such rows, contiguous copies."""
+    num_code_bytes = rows.shape[-1] // 9 * 8
+    packed, block_scale = rows[..., :num_code_bytes], rows[..., num_code_bytes:]
+    return packed.contiguous(), block_scale.contiguous().view(torch.float8_e4m3fn)
+
+
+def dequantize_rows_into(out: Tensor, rows: Tensor, g: Tensor) -> None:
+    """The values [..., N, K] of such rows into `out` (contiguous)."""
+    if out.device.type == "cuda" and out.numel() and out.shape[-1] % nvfp4.BLOCK == 0:
+        _quantizer(out.device).dequantize_rows_into(rows, g, out)
+        return
+    out.copy_(dequantize(*split_rows(rows), g, out.dtype, out.shape[-1]))
+
+
 def fp8_quantizer(x: Tensor, dtype: torch.dtype) -> Any:
     """The module whose `quantize_weight`, `dequantize_weight`, `qdq_weight` and `qdq_rows` (see fp8.py) serve x with
     results in `dtype`."""

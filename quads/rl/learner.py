@@ -151,8 +151,8 @@ class Learner:
             finite.append(batch.finite_N)
         if self.world is not None:
             self.world.all_reduce(sums)
-        loss_sum, tokens, clipped, entropy_sum, entropy_tokens, repeated, routes = sums.tolist()
         norm = float(clip_gradients(self.model.parameters(), self.optim.max_grad_norm, self.world))
+        loss_sum, tokens, clipped, entropy_sum, entropy_tokens, repeated, routes = sums.tolist()
         lr = learning_rate(self.updates, self.optim.lr, self.warmup_updates, self.total_updates, self.optim.schedule)
         skipped = not (math.isfinite(loss_sum) and math.isfinite(norm))
         self._apply(lr, skipped)

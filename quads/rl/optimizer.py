@@ -79,7 +79,6 @@ def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float, world: D
         replicas = world.meshes.world.size(0)
         norm = (world.all_reduce(norm.square()) / replicas).sqrt()
     if max_norm > 0 and bool(torch.isfinite(norm)):
-        factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)  # the 1e-6 is torch's
-        for grad in grads:
-            grad.mul_(factor)
+        # The 1e-6 is torch's. One call for all: a product with a scalar in GPU memory is slow tensor by tensor.
+        torch._foreach_mul_(grads, (max_norm / (norm + 1e-6)).clamp(max=1.0))
     return norm

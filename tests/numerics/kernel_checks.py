@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quads.quant import kernels, nvfp4, residual
+from quads.quant import kernels, kernels_pack, nvfp4, residual
 from quads.quant.kernels_layout import activation_order, padded, tile
 from quads.quant.kernels_quantize import Compensation, quantize_activations
 
@@ -55,6 +55,13 @@ def check_weight_quantizer(
         strict=True,
     ):
         assert torch.equal(cast.reshape(-1).view(torch.uint8), stored.reshape(-1).view(torch.uint8))
+    if shape[-1] % 16 == 0:  # codes and scales of a row side by side
+        rows = torch.empty(*shape[:-1], shape[-1] // 16 * 9, dtype=torch.uint8, device=device)
+        kernels_pack.quantize_rows_into(x.to(device), g.to(device), mode, gs.to(device), rows, cast=False)
+        assert torch.equal(rows.cpu(), torch.cat([packed, block_scale.view(torch.uint8)], dim=-1))
+        out = torch.empty(shape, device=device)
+        kernels_pack.dequantize_rows_into(rows, g.to(device), out)
+        assert same_bits(out, want)
 
 
 def _numel(shape: tuple[int, ...]) -> int:

@@ -89,7 +89,7 @@ def test_quantizers_divide_exactly_and_do_not_fuse(capability):
     constants |= {"AFTER_ROUTE": False, "ASM": True}
     rows = ptx(rows_kernel, pointers, constants, capability, num_warps=1, enable_fp_fusion=False)
     pointers = {"x_ptr": "*bf16", "g_ptr": "*fp32", "gs_ptr": "*fp32", "packed_ptr": "*u8", "byte_ptr": "*u8"}
-    constants = {"NB": 16, "PACK": True, "VALUE": False, "CAST": False, "ASM": True}
+    constants = {"NB": 16, "PACK": True, "VALUE": False, "CAST": False, "ROW": 0, "ASM": True}
     weights = ptx(
         weight_kernel, pointers | {"value_ptr": "*bf16"}, constants, capability, num_warps=1, enable_fp_fusion=False
     )

@@ -32,7 +32,8 @@ if INTERPRETED or torch.cuda.is_available():
             inputs = (logits, targets, plain[2], plain[1], *upstream, temperature, dtype)
             ours, theirs = logprobs_triton.logits_gradient(*inputs), logprobs.logits_gradient(*inputs)
             assert ours.dtype == dtype
-            assert_close(ours, theirs, atol=1e-6, rtol=2**-7 if dtype == torch.bfloat16 else 1e-5)
+            # On a GPU torch multiplies by 1 / temperature: logits of up to 86 move by an ulp, 8e-6, and so do their p.
+            assert_close(ours, theirs, atol=2e-5, rtol=2**-7 if dtype == torch.bfloat16 else 1e-5)
 
     def test_non_finite_logits_are_not_hidden() -> None:
         logits = torch.zeros(3, 4100, device=DEVICE)
