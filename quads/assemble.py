@@ -32,7 +32,7 @@ from quads.rl.packing import Microbatch, Sample
 from quads.rl.rewards import RewardPool, find_isolation
 from quads.rl.tasks import Task, build_task
 from quads.rl.tokenizer import Tokenizer
-from quads.rollout.engine import Engine
+from quads.rollout.engine import Engine, check_tensor_parallel
 from quads.rollout.sync import sync
 from quads.types import Example, Sampling
 
@@ -131,7 +131,7 @@ def build_parts(cfg: Config, world: Distributed, checkpoint: str = "") -> Parts 
         HFCheckpoint(cfg.model.path, model_config)  # reads the files' headers alone
     if cfg.checkpoint.resume not in ("", "latest"):
         find_checkpoint(Path(cfg.checkpoint.resume))
-    check_engine(cfg.rollout)
+    check_engine(cfg.rollout, model_config, world.size)
     if cfg.eval.every and not task.eval_set(1):
         raise UserError("[eval] every is set but no source has test rows; raise its eval_rows, or set every = 0")
     if cfg.dry_run:
@@ -201,7 +201,7 @@ def check_vocabulary(tokenizer: Tokenizer, model_config: ModelConfig) -> None:
         )
 
 
-def check_engine(rollout: RolloutSettings) -> None:
+def check_engine(rollout: RolloutSettings, model_config: ModelConfig, num_processes: int) -> None:
     """Importing vLLM takes long, so this only looks for it."""
     if rollout.tensor_parallel > 1 and rollout.engine != "vllm":
         raise UserError(
@@ -210,6 +210,7 @@ def check_engine(rollout: RolloutSettings) -> None:
         )
     if rollout.engine == "vllm" and importlib.util.find_spec("vllm") is None:
         raise UserError("[rollout] engine = 'vllm' needs the extra: pip install -e '.[vllm]'; 'native' needs nothing")
+    check_tensor_parallel(rollout.tensor_parallel, model_config, num_processes)
 
 
 def check_sample_count(cfg: Config, world: Distributed) -> None:

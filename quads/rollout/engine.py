@@ -9,6 +9,7 @@ from typing import Protocol
 from torch import Tensor
 
 from quads.errors import UserError
+from quads.model.config import ModelConfig
 from quads.types import Completion, Sampling
 
 # Told a prompt's number and all its responses as soon as the last of them is drawn, while other prompts go on.
@@ -95,3 +96,20 @@ def check_request(
             raise UserError(f"prompt {i} is empty; it needs at least one token to condition on")
         if not (0 <= min(prompt) and max(prompt) < vocabulary):
             raise UserError(f"prompt {i} has a token id outside the vocabulary of {vocabulary}; check the tokenizer")
+
+
+def check_tensor_parallel(size: int, config: ModelConfig, num_processes: int) -> None:
+    """Raises UserError where `size` ranks cannot share a model of this shape, naming what can."""
+    fix = "change rollout.tensor_parallel"
+    if num_processes % size:
+        raise UserError(
+            f"rollout.tensor_parallel = {size} needs a multiple of {size} processes, not {num_processes}; "
+            f"start them with torchrun, or {fix}"
+        )
+    heads, kv_heads = config.num_heads, config.num_kv_heads
+    if heads % size or (kv_heads % size and size % kv_heads):
+        raise UserError(
+            f"rollout.tensor_parallel = {size} does not divide {heads} attention heads and {kv_heads} KV heads; {fix}"
+        )
+    if config.moe_intermediate_size % size or (config.num_heads * config.head_dim) % size:
+        raise UserError(f"rollout.tensor_parallel = {size} does not divide the model's widths; {fix}")

@@ -32,7 +32,7 @@ from quads.distributed import in_process_group
 from quads.errors import UserError
 from quads.model.config import ModelConfig
 from quads.quant.recipes import QuantSpec
-from quads.rollout.engine import OnGroup, check_request, ignore
+from quads.rollout.engine import OnGroup, check_request, check_tensor_parallel, ignore
 from quads.rollout.vllm_folder import write_model_folder
 from quads.rollout.vllm_inspect import checksums, forget_waiting, track_plain_parameters
 from quads.rollout.vllm_lifecycle import close, free_memory, guest, untouched_rng
@@ -294,23 +294,6 @@ def graph_sizes(max_batch: int) -> list[int]:
     """
     sizes = [1, 2, 4, 8, 16, *range(32, 256, 32), *range(256, max_batch + 256, 128)]
     return [*(size for size in sizes if size < max_batch), max_batch]
-
-
-def check_tensor_parallel(size: int, config: ModelConfig, num_processes: int) -> None:
-    """Raises UserError where `size` ranks cannot share a model of this shape, naming what can."""
-    fix = "change rollout.tensor_parallel"
-    if num_processes % size:
-        raise UserError(
-            f"rollout.tensor_parallel = {size} needs a multiple of {size} processes, not {num_processes}; "
-            f"start them with torchrun, or {fix}"
-        )
-    heads, kv_heads = config.num_heads, config.num_kv_heads
-    if heads % size or (kv_heads % size and size % kv_heads):
-        raise UserError(
-            f"rollout.tensor_parallel = {size} does not divide {heads} attention heads and {kv_heads} KV heads; {fix}"
-        )
-    if config.moe_intermediate_size % size or (config.num_heads * config.head_dim) % size:
-        raise UserError(f"rollout.tensor_parallel = {size} does not divide the model's widths; {fix}")
 
 
 def refuse_second_engine() -> None:

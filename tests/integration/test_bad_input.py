@@ -235,6 +235,9 @@ CASES = {
         in_config("path = ", 'arch = "qwen3_30b_a3b" # '),
     ),
     "no GPU": Case("device = 'cuda' but torch sees no GPU", {"train__device": "cuda"}),
+    "shared weights in the native engine": Case(
+        "tensor_parallel = 2 needs engine = 'vllm'", {"rollout__tensor_parallel": 2}
+    ),
     "kernel without a GPU": Case("the triton backend needs a CUDA GPU", {"rollout__kernel": "triton"}),
     "kernel of another precision": Case(
         '"triton" serves w4a16, w4a4, w4a4_residual, not fp8', {"rollout__kernel": "triton", "quant__recipe": "fp8"}
