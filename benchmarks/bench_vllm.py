@@ -11,11 +11,10 @@ and share the GPU's memory; a lock lets one measure at a time, while the others 
 
 Equal work: router, embeddings, output layer and norms hold the same values in every engine, those of a model at its
 start (normal, 0.02; norms 1). The other matrices are vLLM's dummy values, so small that the hidden states are the
-embeddings: tokens spread over experts evenly, and equally in every engine. `experts_hit` says over how many.
-Prompts are
-random tokens, responses have a fixed length, prefix caching is off, one warm-up of each batch size is not counted. For
-the plugin's engines a sync is timed too: all weights as bf16 tensors on the GPU, quantized and written in place. Prints
-one JSON object a measurement.
+embeddings: tokens spread over experts evenly, and equally in every engine. `experts_hit` says over how many. Prompts
+are random tokens, responses have a fixed length, prefix caching is off, one warm-up of each batch size is not counted.
+For the plugin's engines a sync is timed too: all weights as bf16 tensors on the GPU, quantized and written in place.
+Prints one JSON object a measurement.
 """
 
 import argparse
