@@ -202,18 +202,17 @@ def main() -> None:
                             best = [min(each, key=each.get) for each in (first, second)]
                             options.append((first[best[0]] + second[best[1]], bm, best, first, second))
                     else:
-                        sums: dict[Tile, float] = {}
-                        for tile in {job[3] for job in found if job[0] in pair and job[4] == residual}:
-                            parts = [found.get((layer, tokens, bm, tile, residual)) for layer in pair]
-                            if None not in parts:
-                                sums[tile] = sum(parts)
-                        if sums:
-                            best = min(sums, key=sums.get)
-                            options.append((sums[best], bm, [best], sums, {}))
+                        first, second = (
+                            {job[3]: us for job, us in found.items() if job[0] == layer and job[4] == residual}
+                            for layer in pair
+                        )
+                        if first and second:
+                            best = [min(each, key=each.get) for each in (first, second)]
+                            options.append((first[best[0]] + second[best[1]], bm, best, first, second))
                 us, bm, best, first, second = min(options, key=lambda option: option[0])
                 row: dict = {"up_to": CLASS_ENDS[tokens] if name == "moe" else tokens}
                 row["bm"] = bm
-                for layer, tile in zip(("w13", "w2") if name == "moe" else ("dense",), best, strict=True):
+                for layer, tile in zip(("w13", "w2") if name == "moe" else ("dense", "narrow"), best, strict=True):
                     row[layer] = list(tile)
                 rows.append(row)
                 best_us[name + suffix, tokens] = us
@@ -227,9 +226,7 @@ def main() -> None:
                         f"{other[0]:.1f} us",
                         end=" ",
                     )
-                    if name == "moe":
-                        print(f"= {min(other[3].values()):.1f} + {min(other[4].values()):.1f}", end="")
-                    print()
+                    print(f"= {min(other[3].values()):.1f} + {min(other[4].values()):.1f}")
     if "dense" in asked:
         for residual in (False, True):
             name = "dense_residual" if residual else "dense"

@@ -26,7 +26,7 @@ from quads.quant.kernels_math import compiled
 from quads.quant.kernels_moe import Routing, combine, route
 from quads.quant.kernels_pack import dequantize, qdq, quantize
 from quads.quant.kernels_quantize import Compensation, Operand, budget, quantize_activations, reorder_activations
-from quads.quant.kernels_tune import Layer, ShapeClass, Tile, shape_class, tile
+from quads.quant.kernels_tune import NARROW, Layer, ShapeClass, Tile, shape_class, tile
 from quads.quant.kernels_weight import KernelWeight
 from quads.quant.residual import PackedPair, Selection
 
@@ -121,14 +121,14 @@ def _gemm(
     mapped: bool = False,
 ) -> None:
     """Launch one GEMM of either path. mapped: the routing map is complete whenever this kernel starts."""
-    mode = {"w13": "gather", "w2": "scatter", "dense": "dense"}[layer]
+    mode = {"w13": "gather", "w2": "scatter"}.get(layer, "dense")
     if weight.path == "native_fp4":
         kernels_native.launch(operand, weight, out, mode, row.bm, blocks, n_rows, routing, top_k)
         return
     nb, kb = weight.words.shape[1:3]
     unused = weight.g
     # Launched while the kernel before it runs, a grid that does not fill the GPU lands unevenly on it: measured slower.
-    overlap = n_rows <= 16 if layer == "dense" else n_rows >= weight.experts
+    overlap = n_rows <= 16 if mode == "dense" else n_rows >= weight.experts
 
     def run(choice: Tile) -> None:
         split = choice.split if kb % choice.split == 0 else 1
@@ -187,7 +187,8 @@ def linear(
         return expanded(x_TK, weight, precision, compensation, _bytes(live_T))
     out = torch.empty(tokens, weight.n, dtype=torch.bfloat16, device=x_TK.device)
     operand = _operand(x_TK, weight, precision, compensation, _bytes(live_T))
-    _gemm(operand, weight, out, "dense", row, name, triton.cdiv(tokens, row.bm), tokens)
+    layer = "narrow" if weight.n <= NARROW else "dense"
+    _gemm(operand, weight, out, layer, row, name, triton.cdiv(tokens, row.bm), tokens)
     return out
 
 

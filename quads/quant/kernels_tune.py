@@ -1,8 +1,8 @@
 """Launch configurations of the 16-bit-operand GEMM: stored ones for known GPUs, found by a short search on others.
 
 A shape class is (layer, tokens per expert up to a bound, residual or not). Layers: "w13" and "w2" (routed experts; both
-use the bm of their class, because they share one routing map) and "dense". Files: tuned/<gpu>.json, written by
-benchmarks/tune_kernels.py.
+use the bm of their class, because they share one routing map), "dense", and "narrow": a linear layer of so few outputs
+that its tiles do not fill a GPU. Files: tuned/<gpu>.json, written by benchmarks/tune_kernels.py.
 """
 
 import functools
@@ -13,12 +13,15 @@ from typing import Literal, NamedTuple
 
 import torch
 
-Layer = Literal["w13", "w2", "dense"]
+Layer = Literal["w13", "w2", "dense", "narrow"]
+LAYERS: tuple[Layer, ...] = ("w13", "w2", "dense", "narrow")
+NARROW = 2560
+"""A linear layer of up to so many outputs is "narrow"."""
 
 
 class Tile(NamedTuple):
-    """bn weight rows, kstep * 128 columns a step, pipeline stages, warps, programs that share K ("dense" only); whether
-    weights are prefetched while the kernel before still runs."""
+    """bn weight rows, kstep * 128 columns a step, pipeline stages, warps, programs that share K (linear layers only),
+    and whether weights are prefetched while the kernel before still runs (experts only)."""
 
     bn: int
     kstep: int
@@ -34,7 +37,7 @@ class ShapeClass(NamedTuple):
     up_to: float  # tokens per expert (routed) or tokens (dense), inclusive
     bm: int
     tiles: dict[str, Tile]  # by layer
-    expand: bool = False  # "dense": turn the whole weight into bfloat16 first and multiply with torch
+    expand: bool = False  # linear layers: turn the whole weight into bfloat16 first and multiply with torch
 
 
 DEFAULT_TILES: tuple[Tile, ...] = (Tile(64, 2, 3, 2), Tile(128, 2, 3, 4), Tile(128, 1, 3, 4), Tile(32, 2, 3, 1))
@@ -60,7 +63,7 @@ def load(path: Path) -> dict[str, tuple[ShapeClass, ...]]:
 
 
 def _parse(row: dict) -> ShapeClass:
-    tiles = {layer: Tile(*row[layer]) for layer in ("w13", "w2", "dense") if layer in row}
+    tiles = {layer: Tile(*row[layer]) for layer in LAYERS if layer in row}
     up_to = float("inf") if row["up_to"] is None else row["up_to"]
     return ShapeClass(up_to, row["bm"], tiles, row.get("expand", False))
 
@@ -76,7 +79,7 @@ def shape_class(device: torch.device, name: str, tokens: float, native: bool = F
     if classes is not None:
         return next(row for row in classes[name] if tokens <= row.up_to)
     if device.type != "cuda":
-        return ShapeClass(float("inf"), 16, dict.fromkeys(("w13", "w2", "dense"), Tile(32, 1, 1, 4)))
+        return ShapeClass(float("inf"), 16, dict.fromkeys(LAYERS, Tile(32, 1, 1, 4)))
     up_to, bm = next(pair for pair in DEFAULT_BM if tokens <= pair[0])
     return ShapeClass(up_to, bm, {}, expand=name.startswith("dense") and tokens > 256)
 
@@ -91,6 +94,8 @@ def tile(row: ShapeClass, layer: Layer, name: str, n: int, k: int, run: Callable
     """
     if layer in row.tiles:
         return row.tiles[layer]
+    if layer == "narrow" and "dense" in row.tiles:
+        return row.tiles["dense"]
     key = (name, layer, row.up_to, n, k)
     if key not in _FOUND:
         if torch.cuda.is_current_stream_capturing():

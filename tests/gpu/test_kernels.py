@@ -75,10 +75,10 @@ def test_linear_with_shared_k_and_with_an_expanded_weight(monkeypatch):
 def test_a_gpu_without_a_tuning_file_tunes_once_and_says_so(monkeypatch, capsys):
     monkeypatch.setattr(kernels_tune, "stored", lambda name: None)
     check.check_linear(5, 256, 512, "w4a4", "token", "cuda")
-    assert capsys.readouterr().out.count("no tuning file for this GPU; dense 256x512") == 1
+    assert capsys.readouterr().out.count("no tuning file for this GPU; narrow 256x512") == 1
     check.check_linear(5, 256, 512, "w4a4", "token", "cuda")
     check.check_moe(7, 4, 2, 256, 128, "w4a4", "cuda")
-    assert "dense" not in capsys.readouterr().out
+    assert "narrow" not in capsys.readouterr().out
 
 
 def large_layer(tokens: int, seed: int = 0):
