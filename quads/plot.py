@@ -122,7 +122,7 @@ def _draw_curve(ax: Axes, curves: Curves, key: str, colour: str) -> None:
         ax.fill_between(steps, low, high, color=colour, alpha=0.15, lw=0)
     if len(steps) >= SMOOTHED_FROM:
         ax.plot(steps, mean, color=colour, lw=0.8, alpha=0.3)
-        mean = _running_mean(mean, max(3, len(steps) // 15))
+        mean = running_mean(mean, max(3, len(steps) // 15))
     ax.plot(steps, mean, color=colour, lw=1.8, marker="o" if key.startswith("eval/") or len(steps) == 1 else "", ms=3.5)
 
 
@@ -141,7 +141,7 @@ def _spans_a_decade(values: Sequence[NDArray]) -> bool:
     return len(positive) > 0 and bool(positive.max() > 10 * positive.min())
 
 
-def _running_mean(values: NDArray, width: int) -> NDArray:
+def running_mean(values: NDArray, width: int) -> NDArray:
     """Centred; near the ends over what there is."""
     kernel = numpy.ones(width)
     return numpy.convolve(values, kernel, "same") / numpy.convolve(numpy.ones_like(values), kernel, "same")

@@ -7,15 +7,19 @@ previous_1/ ...  what an earlier run had left here, moved aside when a new one s
 """
 
 import importlib.metadata
+import itertools
 import json
 import os
 import platform
+import re
 import shlex
 import subprocess
 import sys
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from quads.config import Config, config_to_toml
 from quads.errors import UserError
@@ -66,9 +70,20 @@ def run_header() -> str:
         "command": shlex.join([Path(sys.executable).name, *sys.argv]),
         "commit": git_commit(),
         "versions": ", ".join(f"{name} {version}" for name, version in versions.items()),
-        "machine": f"{platform.machine()}, {os.cpu_count()} cores, {platform.system()}",
+        "machine": f"{platform.machine()}, {os.cpu_count()} cores, {platform.system()}{_gpu()}",
     }
     return "".join(f"# {name}: {text}\n" for name, text in lines.items())
+
+
+def read_header(config: Path) -> dict[str, str]:
+    """The lines of `run_header` that stand above a run's config."""
+    lines = config.read_text(encoding="utf-8").splitlines()
+    found = (re.match(r"# (\w+): (.*)", line) for line in lines)
+    return {match[1]: match[2] for match in itertools.takewhile(bool, found) if match}
+
+
+def _gpu() -> str:
+    return f", {torch.cuda.get_device_name()}" if torch.cuda.is_available() else ""
 
 
 def git_commit() -> str:

@@ -22,7 +22,7 @@ import torch
 from quads.config import Config, load_config
 from quads.errors import UserError
 from quads.lab.results import config_argv, progress
-from quads.run_folder import read_rows
+from quads.run_folder import read_header, read_rows
 
 TRAIN = Path(__file__).resolve().parents[2] / "train.py"
 LAST_STEP_S = 60  # for the step that a stopped run is in
@@ -69,8 +69,14 @@ class Run:
             stored = load_config(["--config", str(self.out / "config.toml")])
         except UserError:
             return []  # of a version with other keys
-        same = dataclasses.replace(stored, checkpoint=cfg.checkpoint, log=cfg.log) == cfg
+        train = dataclasses.replace(stored.train, out=cfg.train.out)  # folders may be moved
+        same = dataclasses.replace(stored, train=train, checkpoint=cfg.checkpoint, log=cfg.log) == cfg
         return read_rows(self.out / "metrics.jsonl") if same else []
+
+    def made_by(self) -> dict[str, str]:
+        """Commit and machine of the training, which need not be those of the table."""
+        header = read_header(self.out / "config.toml")
+        return {key: header[key] for key in ("started", "commit", "machine") if key in header}
 
     def is_complete(self) -> bool:
         rows = self.rows()

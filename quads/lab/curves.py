@@ -17,7 +17,7 @@ from matplotlib.lines import Line2D
 from quads.errors import UserError
 from quads.lab import style
 from quads.lab.results import markdown, number, provenance, write_result
-from quads.plot import RECIPE_COLOURS, Curves
+from quads.plot import RECIPE_COLOURS, SMOOTHED_FROM, Curves, running_mean
 from quads.run_folder import read_rows
 
 HELP = "reward, test score and gap over steps, seeds as bands"
@@ -71,7 +71,7 @@ def _arm(rows_of_seeds: list[list[dict[str, Any]]]) -> dict[str, Any]:
 
 
 def figure(arms: dict[str, Any]) -> Figure:
-    """One panel a quantity, one colour an arm."""
+    """One panel a quantity, one colour an arm; the line of a long curve is a running mean over a fifteenth of it."""
     keys = [key for key in PANELS if any(key in arm["curves"] for arm in arms.values())]
     if not keys:
         raise UserError(f"none of {', '.join(PANELS)} is in these runs: nothing to draw")
@@ -86,7 +86,10 @@ def figure(arms: dict[str, Any]) -> Figure:
             if arm["seeds"] > 1:
                 ax.fill_between(curve["steps"], curve["low"], curve["high"], color=colours[name], alpha=0.18, lw=0)
             marker = "o" if key.startswith("eval/") or len(curve["steps"]) == 1 else ""
-            ax.plot(curve["steps"], curve["mean"], color=colours[name], lw=1.6, marker=marker, ms=3.5)
+            mean = numpy.array(curve["mean"])
+            if len(mean) >= SMOOTHED_FROM:
+                mean = running_mean(mean, max(3, len(mean) // 15))
+            ax.plot(curve["steps"], mean, color=colours[name], lw=1.6, marker=marker, ms=3.5)
         if key.startswith("mismatch/"):
             ax.set_yscale("log", nonpositive="mask")
         style.finish(ax, PANELS[key], "step", "")

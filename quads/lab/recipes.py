@@ -157,7 +157,10 @@ def compare(out: Path, runs: Sequence[Run], arms: Sequence[Arm], about: dict[str
         "last_step": last,
         "arms": {arm.name: " ".join(arm.overrides) for arm in arms},
         "summary": summary,
-        "runs": [{"arm": run.arm, "seed": run.seed, **m} for run, m in zip(kept, measured, strict=True)],
+        "runs": [
+            {"arm": run.arm, "seed": run.seed, **m, "made": run.made_by()}
+            for run, m in zip(kept, measured, strict=True)
+        ],
         "left_out": {run.out.name: run.rows()[-1]["step"] for run in runs if run not in rows},
         "curves": curves.collect([run.out for run in kept], last),
         "table": text,

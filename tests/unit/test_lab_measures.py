@@ -16,6 +16,7 @@ from quads.lab.results import markdown, number, write_result
 from quads.lab.subject import Sequences
 from quads.model.config import ModelConfig
 from quads.quant.recipes import QuantSpec
+from quads.run_folder import run_header
 from tests.helpers import REPOSITORY, assert_close
 
 SEQUENCES = Sequences([[1, 2, 3], [4], [5, 6]], [[7, 8], [9], [10, 11, 12]], torch.zeros(6), 1.0)
@@ -93,7 +94,7 @@ def test_runs_of_different_length_are_compared_at_one_step(tmp_path):
     runs = plan(str(config), [], [Arm.recipe("bf16"), Arm.recipe("quads")], [0], tmp_path)
     for run, steps in zip(runs, (9, 4), strict=True):
         run.out.mkdir()
-        (run.out / "config.toml").write_text(config_to_toml(run.config()))
+        (run.out / "config.toml").write_text(f"{run_header()}\n{config_to_toml(run.config())}")
         rows = [{"step": i, "reward/mean": i / 10, "time/step_s": 1.0} for i in range(1, steps + 1)]
         (run.out / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     last, rows = recipes.cut(runs)
@@ -102,6 +103,7 @@ def test_runs_of_different_length_are_compared_at_one_step(tmp_path):
     assert last == 8 and {run.arm: len(of_run) for run, of_run in rows.items()} == {"bf16": 8}
     shown = recipes.compare(tmp_path, runs, [Arm.recipe("bf16"), Arm.recipe("quads")], {}, at=8)
     data = json.loads((tmp_path / "recipes.json").read_text())
+    assert set(data["runs"][0]["made"]) == {"started", "commit", "machine"}
     assert data["left_out"] == {"quads_seed0": 4} and "left out: quads_seed0 with 4 steps" in shown
     assert max(data["curves"]["bf16"]["curves"]["reward/mean"]["steps"]) == 8
     with pytest.raises(UserError, match="the longest one has 9"):
