@@ -37,6 +37,7 @@ from quads.rollout.scheduler import Batch, Groups, SampleLog, Waiting
 from quads.rollout.sync import checksum, load_all
 from quads.types import Completion, Sampling
 
+KEPT_SHARE = 0.02  # of the GPU's memory: a KV cache up to this size stays, with its graphs, while the engine sleeps
 PREFILL_TOKENS = 16384  # prompt tokens of one forward pass: bounds the memory of activations
 
 
@@ -77,11 +78,12 @@ class NativeEngine:
         self._warm: set[Size] = set()
         self._addresses = addresses(self.model)
         self._decoder: Decoder | None = None
+        self._awake = False
         self.wake()
 
     @property
     def decoder(self) -> Decoder:
-        if self._decoder is None:
+        if self._decoder is None or not self._awake:
             raise RuntimeError("the engine sleeps; call wake() first")
         return self._decoder
 
@@ -133,16 +135,28 @@ class NativeEngine:
         return {name: checksum(tensor) for name, tensor in named_weights(self.model)}
 
     def sleep(self) -> None:
-        """Free the KV cache and the graphs that point into it. Weights stay, at their addresses."""
-        self._decoder = None
+        """Free the KV cache and the graphs that point into it, unless it is small (KEPT_SHARE) and has been captured:
+        capturing again would take as long as drawing some dozens of tokens. Weights stay, at their addresses."""
+        self._awake = False
+        if self._decoder is not None and not self._kept(self._decoder):
+            self._decoder = None
+
+    def _kept(self, decoder: Decoder) -> bool:
+        cache = decoder.cache
+        if not decoder.graphs:
+            return False
+        total = torch.cuda.get_device_properties(self.device).total_memory
+        return cache.k.nbytes + cache.v.nbytes <= KEPT_SHARE * total
 
     def wake(self) -> None:
+        self._awake = True
         if self._decoder is None:
             cache = allocate(self._config, self._rollout.max_batch, self._max_len, self.dtype, self.device)
             self._decoder = Decoder(self.model, cache, self._graphs, self._warm)
 
     def close(self) -> None:
         self.sleep()
+        self._decoder = None
         self._complete = False
 
 

@@ -97,7 +97,10 @@ def test_graphs_change_no_bit_and_survive_a_sync(spec: QuantSpec) -> None:
         if seed == 1 and spec.rollout not in ("fp8", "w16a4"):
             for engine in engines:
                 engine.sleep()
+                with pytest.raises(RuntimeError, match="sleeps"):
+                    engine.generate(prompts, 1, sampling, list(range(37)))
                 engine.wake()
+            assert engines[1].decoder._captured  # a cache this small stays, and so do its graphs
         else:
             assert len(engines[1].decoder._captured) > 3 and not engines[0].decoder._captured
 
