@@ -118,6 +118,7 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--jobs", type=int, default=1, help="runs at the same time (default: 1)")
     parser.add_argument("--minutes", type=float, default=None, help="stop training then, and compare what there is")
     parser.add_argument("--at", type=int, default=0, help="compare at this step (default: the last that all runs have)")
+    parser.add_argument("--name", default="recipes", help="of JSON, table and picture (default: recipes)")
     args, overrides = parser.parse_known_args(argv)
     recipes = [name for name in args.recipes.split(",") if name]
     unknown = [name for name in recipes if name not in RECIPES]
@@ -141,13 +142,13 @@ def main(argv: list[str]) -> None:
     started = [run for run in runs if run.rows()]
     if started:
         about = provenance("recipes", argv, cfg, range(args.seeds))
-        print(compare(args.out, started, arms, about, args.at))
+        print(compare(args.out / f"{args.name}.json", started, arms, about, args.at))
     if problems or not started:
         raise UserError("\n".join(problems) or "no run has made a step; give more --minutes")
 
 
-def compare(out: Path, runs: Sequence[Run], arms: Sequence[Arm], about: dict[str, Any], at: int = 0) -> str:
-    """Write recipes.json, .md and .png about runs that have made a step; returns the table."""
+def compare(path: Path, runs: Sequence[Run], arms: Sequence[Arm], about: dict[str, Any], at: int = 0) -> str:
+    """Write `path` (JSON), and .md and .png beside it, about runs that have made a step; returns the table."""
     last, rows = cut(runs, at)
     kept = list(rows)
     measured = [measure(of_run) for of_run in rows.values()]
@@ -165,8 +166,10 @@ def compare(out: Path, runs: Sequence[Run], arms: Sequence[Arm], about: dict[str
         "curves": curves.collect([run.out for run in kept], last),
         "table": text,
     }
-    path = write_result(out, "recipes", about, data)
+    made = {(of_run["made"].get("machine"), of_run["made"].get("commit")) for of_run in data["runs"]}
+    trained = [f"{machine}, commit {commit}" for machine, commit in sorted(made, key=str)]
+    write_result(path.parent, path.stem, {**about, "trained_on": trained}, data)
     path.with_suffix(".md").write_text(text + "\n", encoding="utf-8")
     style.save(curves.figure(data["curves"]), path.with_suffix(".png"))
     left_out = "".join(f"\nleft out: {name} with {step} steps" for name, step in data["left_out"].items())
-    return f"{text}\n\nat step {last}; wrote {path}, recipes.md and recipes.png{left_out}"
+    return f"{text}\n\nat step {last}; wrote {path}, .md and .png{left_out}"

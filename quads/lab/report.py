@@ -2,8 +2,8 @@
 
 Runs the analyses that OUT does not hold yet for this very config and batch (small ones: minutes on a CPU), then writes
 OUT/report.html. Training comparisons take longer and are taken as they lie: OUT/recipes.json, or recipes.json in
-OUT/recipes (`python -m quads.lab recipes`). The page needs nothing beside it: figures are inline, drawn for light and
-for dark.
+OUT/recipes (`python -m quads.lab recipes`), and arms.json (`... --name arms --arm ...`) likewise. The page needs
+nothing beside it: figures are inline, drawn for light and for dark.
 """
 
 import importlib
@@ -25,6 +25,7 @@ from quads.lab.results import config_argv, config_parser, progress, without_out
 HELP = "all analyses of one checkpoint as a page for the browser"
 
 DEFAULT_CONFIG = "configs/tiny_quads.toml"
+TRAININGS = ("recipes", "arms")  # of the command recipes, as --name called them
 ANALYSES = ("gap", "layers", "channels", "ratio", "decompose", "drift")
 
 
@@ -49,7 +50,7 @@ def is_fresh(path: Path, config_text: str, argv: list[str]) -> bool:
 def sections(out: Path) -> list[Section]:
     """What the page shows, from the files in `out`."""
     found = []
-    for name in ("recipes", *ANALYSES):
+    for name in (*TRAININGS, *ANALYSES):
         places = [out / f"{name}.json", out / name / f"{name}.json"]  # training writes into a folder of its own
         path = next((place for place in places if place.is_file()), None)
         if path is None:
@@ -58,14 +59,13 @@ def sections(out: Path) -> list[Section]:
         data = json.loads(path.read_text(encoding="utf-8"))
         draw, tables = _views(name, data)
         text = TEXTS[name]
-        found.append(
-            Section(name, text.title, text.shows, text.reading(data), draw, tables, data["about"], data.get("batch"))
-        )
+        about = {**data["about"], **{f"arm {arm}": words for arm, words in data.get("arms", {}).items()}}
+        found.append(Section(name, text.title, text.shows, text.reading(data), draw, tables, about, data.get("batch")))
     return found
 
 
 def _views(name: str, data: dict[str, Any]) -> tuple[Callable[[], Figure], str]:
-    if name == "recipes":
+    if name in TRAININGS:
         several = max(arm["seeds"] for arm in data["curves"].values()) > 1
         return lambda: curves.figure(data["curves"]), recipes.table(data["summary"], several)
     module = importlib.import_module(f"quads.lab.{name}")

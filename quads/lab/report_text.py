@@ -161,6 +161,12 @@ TEXTS = {
         "residual compensation (quads). Bands run from the lowest to the highest seed.",
         _recipes,
     ),
+    "arms": Text(
+        "Variants of the recipes",
+        "The same training run with one choice changed at a time: which matrix inputs are compensated, how many "
+        "channels, how they are chosen, and what the learner quantizes. The Provenance has what each arm overrides.",
+        _recipes,
+    ),
     "gap": Text(
         "The gap: which side, which operand",
         "W4A16 quantizes the rollout's weights only, W16A4 its activations only, W4A4 both; +res adds compensation. "

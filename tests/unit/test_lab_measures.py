@@ -101,7 +101,7 @@ def test_runs_of_different_length_are_compared_at_one_step(tmp_path):
     assert last == 4 and [len(of_run) for of_run in rows.values()] == [4, 4]
     last, rows = recipes.cut(runs, at=8)
     assert last == 8 and {run.arm: len(of_run) for run, of_run in rows.items()} == {"bf16": 8}
-    shown = recipes.compare(tmp_path, runs, [Arm.recipe("bf16"), Arm.recipe("quads")], {}, at=8)
+    shown = recipes.compare(tmp_path / "recipes.json", runs, [Arm.recipe("bf16"), Arm.recipe("quads")], {}, at=8)
     data = json.loads((tmp_path / "recipes.json").read_text())
     assert set(data["runs"][0]["made"]) == {"started", "commit", "machine"}
     assert data["left_out"] == {"quads_seed0": 4} and "left out: quads_seed0 with 4 steps" in shown

@@ -57,6 +57,6 @@ def test_results_are_reused_only_for_the_same_command_and_config(tmp_path):
 
 
 def test_every_analysis_has_words_and_an_empty_folder_is_an_error(tmp_path):
-    assert set(TEXTS) == {"recipes", *report.ANALYSES}
+    assert set(TEXTS) == {*report.TRAININGS, *report.ANALYSES}
     with pytest.raises(UserError, match="holds no results"):
         report.main(["--only-page", "--out", str(tmp_path)])
