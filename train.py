@@ -88,8 +88,7 @@ def train_step(
         groups = parts.engine.generate(
             prompts, rl.group_size, sampling, seeds, routed_experts=cfg.wants_routes, on_group=grading.add
         )
-        if cfg.rollout.sleep:
-            parts.engine.sleep()  # its memory is the learner's until the sync
+        parts.engine.sleep()  # its memory is the learner's until the sync
         world.barrier()
 
     with log.timer("reward"):  # the rest: groups were graded while others were still being drawn

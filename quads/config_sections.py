@@ -78,9 +78,6 @@ class RolloutSettings:
     temperature: float = key(1.0, "softmax temperature of training rollouts", above=0.0)
     kernel: Literal["auto", "reference", "triton"] = key("auto", "kernels of the native engine")
     verify_sync: bool = key(False, "compare a checksum of every tensor after each weight sync")
-    sleep: bool = key(
-        True, "between rollouts the engine gives its memory to the learner; false keeps it, and captured CUDA graphs"
-    )
     cuda_graphs: bool = key(True, "capture decoding in CUDA graphs (GPU, bf16; the engine prints whether it does)")
     tensor_parallel: int = key(1, "processes that hold one copy of the vllm engine's weights between them", low=1)
     gpu_memory_gib: float = key(0.0, "KV cache budget of the vllm engine, per GPU; 0: sized for max_batch", low=0.0)

@@ -53,11 +53,8 @@ def test_every_recipe_trains_three_steps(config: Path, tmp_path: Path, recipe: s
     assert ["eval/pass@1" in row for row in rows] == [False, True, True]  # every second step, and the last
 
 
-def test_an_engine_that_stays_awake_and_no_checkpoints_change_nothing(
-    config: Path, base: list[dict[str, Any]], tmp_path: Path
-) -> None:
-    changes = dict(rollout__sleep=False, checkpoint__every=0, checkpoint__final=False)
-    rows = train_rows(config, tmp_path, train__steps=2, **changes)
+def test_a_run_without_checkpoints(config: Path, base: list[dict[str, Any]], tmp_path: Path) -> None:
+    rows = train_rows(config, tmp_path, train__steps=2, checkpoint__every=0, checkpoint__final=False)
     assert computed(rows) == computed(base)
     assert not list((tmp_path / "checkpoints").glob("*"))
 
