@@ -113,6 +113,16 @@ def test_bad_requests_are_refused(pair: Any) -> None:
         engine.generate([[5]], 1, Sampling(4), [0], routed_experts=True)
 
 
+@pytest.mark.parametrize("max_batch", [1, 3, 16, 100, 256, 512, 1000])
+def test_graphs_cover_every_batch(max_batch: int) -> None:
+    """Ascending, the last is the largest batch, and none is padded to more than twice its size."""
+    from quads.rollout.vllm_engine import graph_sizes
+
+    sizes = graph_sizes(max_batch)
+    assert sizes == sorted(set(sizes)) and sizes[-1] == max_batch and len(sizes) < 25
+    assert all(next(size for size in sizes if size >= batch) <= 2 * batch for batch in range(1, max_batch + 1))
+
+
 def test_what_vllm_cannot_serve_is_refused() -> None:
     from quads.rollout.vllm_engine import VLLMEngine
 
