@@ -73,7 +73,7 @@ class Parts:
 
     def grading(self, examples: list[Example], truncated: bool) -> Grading:
         """For one rollout of these prompts. truncated: whether a response that was cut may earn a reward."""
-        return Grading(self.rewards.submit, self.tokenizer.decode, self.tokenizer.eos_ids, examples, truncated)
+        return Grading(self.rewards.submit, self.tokenizer.decode_batch, self.tokenizer.eos_ids, examples, truncated)
 
     def evaluate(self, step: int) -> list[EvalResult]:
         """Grade the held-out prompts with the engine's present weights, each process its share of them."""

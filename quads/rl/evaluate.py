@@ -161,7 +161,8 @@ def format_side_by_side(results: dict[str, list[EvalResult]]) -> str:
     """
     first, *others = results
     head = [f"{rollout:>18}" for rollout in results] + [f"{f'{rollout} - {first}':>24}" for rollout in others]
-    lines = [" ".join([f"{'pass@1':<24} {'prompts':>7} {'samples':>7}", *head])]
+    title = "pass@1 side by side; a difference compares each prompt with itself"
+    lines = [title, " ".join([f"{'source':<24} {'prompts':>7} {'samples':>7}", *head])]
     for rows in zip(*results.values(), strict=True):
         cells = [f"{f'{r.pass_at_1:.4f} ± {r.standard_error:.4f}':>18}" for r in rows]
         base_P = torch.tensor(rows[0].pass_at_1_prompts)

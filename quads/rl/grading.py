@@ -1,6 +1,6 @@
 """Rewards of one rollout, computed beside it.
 
-    grading = Grading(pool.submit, tokenizer.decode, tokenizer.eos_ids, examples)
+    grading = Grading(pool.submit, tokenizer.decode_batch, tokenizer.eos_ids, examples, truncated=False)
     engine.generate(..., on_group=grading.add)      a group is sent to the graders as soon as it is complete
     rewards_PG, ungraded_PG = grading.finish()      waits for what is left
 
@@ -10,7 +10,7 @@ do not depend on when they were computed.
 """
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ from quads.rl.helpers import Verdict
 from quads.types import Completion, Example
 
 Submit = Callable[[Example, str], "Future[Verdict]"]
-Decode = Callable[[list[int]], str]
+Decode = Callable[[list[list[int]]], list[str]]
 
 
 class Grading:
@@ -27,6 +27,8 @@ class Grading:
 
     Args:
         submit: starts grading one response's text, and returns at once.
+        decode: token ids of several responses to their texts. A thread calls both, so that the engine, which waits for
+            `add`, does not wait for them.
         stop_ids: tokens that end a response; they are no part of its text.
         truncated: whether a response that was cut at its length limit is graded; if not, its reward is 0.
     """
@@ -36,25 +38,28 @@ class Grading:
     ):
         self.examples = examples
         self._submit, self._decode, self._stop_ids, self._truncated = submit, decode, stop_ids, truncated
-        self._verdicts: dict[int, list[Future[Verdict] | None]] = {}
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="grading")
+        self._groups: dict[int, Future[list[Future[Verdict] | None]]] = {}
 
     def add(self, prompt: int, group: list[Completion]) -> None:
         """Start grading all responses to examples[prompt]."""
-        self._verdicts[prompt] = [self._start(self.examples[prompt], completion) for completion in group]
+        self._groups[prompt] = self._thread.submit(self._start, self.examples[prompt], group)
 
     def finish(self) -> tuple[Tensor, Tensor]:
         """-> (rewards fp32, ungraded bool), both [prompts, group size]. Ungraded: the grader hung or died; reward 0."""
         verdicts_PG = [
-            [future.result() if future else Verdict(0.0, 0.0) for future in self._verdicts[prompt]]
+            [future.result() if future else Verdict(0.0, 0.0) for future in self._groups[prompt].result()]
             for prompt in range(len(self.examples))
         ]
+        self._thread.shutdown()
         rewards_PG = torch.tensor([[float(verdict.reward) for verdict in verdicts] for verdicts in verdicts_PG])
         return rewards_PG, torch.tensor([[verdict.failed for verdict in verdicts] for verdicts in verdicts_PG])
 
-    def _start(self, example: Example, completion: Completion) -> "Future[Verdict] | None":
-        if completion.finish_reason == "length" and not self._truncated:
-            return None
-        return self._submit(example, self._decode(strip_stop(completion, self._stop_ids)))
+    def _start(self, example: Example, group: list[Completion]) -> "list[Future[Verdict] | None]":
+        """None stands for a response that is not graded."""
+        graded = [self._truncated or completion.finish_reason == "stop" for completion in group]
+        texts = iter(self._decode([strip_stop(c, self._stop_ids) for c, yes in zip(group, graded, strict=True) if yes]))
+        return [self._submit(example, next(texts)) if yes else None for yes in graded]
 
 
 def strip_stop(completion: Completion, stop_ids: Sequence[int]) -> list[int]:

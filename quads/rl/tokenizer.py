@@ -69,6 +69,10 @@ class Tokenizer:
         """Text of `ids`; special tokens (EOS, padding) are left out unless asked for."""
         return self._fast.decode(list(ids), skip_special_tokens=skip_special)
 
+    def decode_batch(self, ids: Sequence[list[int]]) -> list[str]:
+        """`decode` of many, on several cores; other Python threads go on meanwhile."""
+        return self._fast.decode_batch(list(ids), skip_special_tokens=True)
+
     def token_id(self, token: str) -> int | None:
         """Id of one token by its exact text."""
         return self._fast.token_to_id(token)

@@ -43,7 +43,8 @@ def run(scores, ungraded=()):
         future.set_result(Verdict(0.0 if failed else scores[response], 0.1, failed))
         return future
 
-    grading = Grading(submit, lambda ids: "".join(map(str, ids)), (9,), examples, truncated=True)
+    decode = lambda batch: ["".join(map(str, ids)) for ids in batch]  # noqa: E731
+    grading = Grading(submit, decode, (9,), examples, truncated=True)
     results = evaluate(generate, grading, 2, Sampling(4, 1.0, (9,)), list(range(8)))
     assert asked == {"prompts": [[1], [2], [3], [4]], "n": 2, "seeds": list(range(8))}
     return results
@@ -71,8 +72,9 @@ def test_a_response_without_a_verdict_is_wrong_and_said():
 def test_two_precisions_side_by_side_with_the_error_of_the_difference():
     results = {"bf16": run([1, 1, 1, 0, 0, 0, 1, 1]), "w4a4": run([1, 0, 1, 0, 0, 0, 1, 0])}
     table = format_side_by_side(results)
-    head, a, b = table.splitlines()
-    assert head.split() == ["pass@1", "prompts", "samples", "bf16", "w4a4", "w4a4", "-", "bf16"]
+    title, head, a, b = table.splitlines()
+    assert title.startswith("pass@1 side by side")
+    assert head.split() == ["source", "prompts", "samples", "bf16", "w4a4", "w4a4", "-", "bf16"]
     # of the three prompts one changes, from 1 to 0.5: mean -1/6, and the standard error of (-.5, 0, 0) is 1/6
     assert a.split() == "a 3 2 0.5000 ± 0.2887 0.3333 ± 0.1667 -0.1667 ± 0.1667".split()
     assert b.split() == "b 1 2 1.0000 ± nan 0.5000 ± nan -0.5000 ± nan".split()

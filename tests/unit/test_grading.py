@@ -5,9 +5,11 @@ import time
 from concurrent.futures import Future
 from typing import Literal
 
+import pytest
 import torch
 
 from quads.config_sections import RewardSettings
+from quads.errors import UserError
 from quads.rl.grading import Grading, strip_stop
 from quads.rl.helpers import Verdict
 from quads.rl.rewards import RewardPool
@@ -30,8 +32,8 @@ def graded(example: Example, text: str) -> "Future[Verdict]":
     return future
 
 
-def decode(ids: list[int]) -> str:
-    return "".join(map(str, ids))
+def decode(batch: list[list[int]]) -> list[str]:
+    return ["".join(map(str, ids)) for ids in batch]
 
 
 def test_groups_may_come_in_any_order() -> None:
@@ -66,6 +68,16 @@ def test_adding_does_not_wait_for_a_verdict() -> None:
     assert grading.finish()[0].tolist() == [[1.0], [1.0]]
 
 
+def test_what_goes_wrong_in_the_thread_is_raised_at_the_end() -> None:
+    def broken(example: Example, text: str) -> "Future[Verdict]":
+        raise UserError("no isolation here")
+
+    grading = Grading(broken, decode, (9,), examples(1), truncated=False)
+    grading.add(0, [completion(0, 9)])
+    with pytest.raises(UserError, match="no isolation here"):
+        grading.finish()
+
+
 def test_a_hung_grader_scores_0_is_counted_and_stalls_nobody() -> None:
     """One of 16 answers hangs its judge. The others are judged meanwhile, and the batch waits for its limit once."""
     pool = RewardPool(RewardSettings(workers=2, judge_time_s=2.0))
@@ -75,7 +87,8 @@ def test_a_hung_grader_scores_0_is_counted_and_stalls_nobody() -> None:
         assert [future.result().reward for future in started_judges] == [1.0] * 2
         problems = [Example(str(i), "s", "p", [1], "1", {"reward": "math"}) for i in range(4)]
         texts = {1: HANGS, 2: "1", 3: "2"}
-        grading = Grading(pool.submit, lambda ids: rf"\boxed{{{texts[ids[0]]}}}", (9,), problems, truncated=False)
+        write = lambda batch: [rf"\boxed{{{texts[ids[0]]}}}" for ids in batch]  # noqa: E731
+        grading = Grading(pool.submit, write, (9,), problems, truncated=False)
         started = time.monotonic()
         for prompt in range(4):
             grading.add(prompt, [completion(1 if prompt == 0 else 2, 9), *[completion(2, 9)] * 2, completion(3, 9)])
