@@ -192,7 +192,7 @@ def report(
     tflops = tokens_per_s * (6 * active + attention) / 1e12
     tokens = RLSettings(microbatch_tokens=sequences * length)
     estimate = estimate_memory(
-        config, spec, RolloutSettings(), tokens, torch.bfloat16, parallel, world.size, all_gather
+        config, spec, RolloutSettings(), tokens, torch.bfloat16, parallel, world.size, all_gather, accumulated=False
     )
     learner_gib = estimate.total - estimate.parts["engine weights"] - estimate.parts["KV cache"]
     print(

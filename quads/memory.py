@@ -1,8 +1,7 @@
 """Memory of one process, estimated from shapes alone, so that a run that cannot fit stops before it allocates.
 
-What FSDP shards is divided by the number of shards; what a layer gathers to run is counted for the two layers that
-exist at the same time (one computes while the next arrives). Activations are those that the backward of one micro-batch
-needs.
+What FSDP shards is divided by the number of shards. What comes and goes within an update is counted at the largest of
+its peaks (memory_learner.py).
 """
 
 from dataclasses import dataclass
@@ -11,6 +10,7 @@ import torch
 
 from quads.config_sections import ParallelSettings, RLSettings, RolloutSettings
 from quads.errors import UserError
+from quads.memory_learner import peak
 from quads.model.config import ModelConfig
 from quads.quant.recipes import QuantSpec
 
@@ -18,8 +18,6 @@ GIB = 2**30
 NVFP4_BYTES = 0.5625  # 4 bits a weight and one E4M3 scale for 16
 FP8_BYTES = 1.0 + 4 / (128 * 128)
 MOMENT_BYTES = {"float32": 8.0, "8bit": 2.0 + 8 / 256, "cpu": 0.0}  # both moments of a parameter, on a GPU
-LOGITS_CHUNK = 2048  # tokens
-LOGITS_BYTES = 4 * 3  # fp32 logits, log-softmax and its gradient, for one chunk of tokens
 
 
 @dataclass(frozen=True)
@@ -45,33 +43,6 @@ def kv_cache_bytes(config: ModelConfig, slots: int, max_len: int, element_bytes:
     return 2 * config.num_layers * slots * max_len * config.num_kv_heads * config.head_dim * element_bytes
 
 
-def layer_parameters(config: ModelConfig) -> tuple[int, int]:
-    """(experts, everything else) of one layer."""
-    experts = config.num_experts * 3 * config.hidden_size * config.moe_intermediate_size
-    norms = 2 * config.hidden_size + (2 * config.head_dim if config.qk_norm else 0)
-    attention = config.hidden_size * config.head_dim * 2 * (config.num_heads + config.num_kv_heads)
-    return experts, attention + norms + config.num_experts * config.hidden_size
-
-
-def activation_elements(config: ModelConfig, checkpointing: str) -> int:
-    """Elements of the compute dtype that the backward of one token needs, all layers.
-
-    A layer keeps about 12 hidden-wide tensors and 4 of all heads, and for each dispatched row the hidden input and
-    output and 4 expert-wide tensors. What is computed again exists for one layer at a time.
-    """
-    c = config
-    heads = c.num_heads * c.head_dim
-    attention, experts = 12 * c.hidden_size + 4 * heads, c.top_k * (2 * c.hidden_size + 4 * c.moe_intermediate_size)
-    kept_products = 2 * c.hidden_size + 3 * heads + c.top_k * (2 * c.hidden_size + 2 * c.moe_intermediate_size)
-    kept, again = {
-        "none": (attention + experts, 0),
-        "moe": (attention + c.hidden_size, experts),
-        "selective": (kept_products, attention + experts - kept_products),
-        "full": (c.hidden_size, attention + experts),
-    }[checkpointing]
-    return c.num_layers * kept + again
-
-
 def estimate_memory(
     config: ModelConfig,
     spec: QuantSpec,
@@ -84,12 +55,14 @@ def estimate_memory(
     device_type: str = "cuda",
     moments: str = "float32",
     local_parameters: int | None = None,
+    accumulated: bool = True,
 ) -> MemoryEstimate:
     """The learner (fp32 master, gradients, two Adam moments, its quantized weights), what a forward and backward
     need, the engine and its KV cache, for one of `num_processes` processes. On a CPU the engine keeps the values of
     quantized weights in float64 as well, and in fp32 runs its keys and values.
 
-    moments: [optim] moments. local_parameters: how many this process holds; by default an equal share.
+    moments: [optim] moments. local_parameters: how many this process holds; by default an equal share. accumulated:
+    False if one micro-batch makes an update, so that activations and gradients never peak together.
     """
     parallel = parallel or ParallelSettings()
     shards = num_processes // parallel.replicate
@@ -105,18 +78,23 @@ def estimate_memory(
         engine_weight += 8.0 * (spec.rollout != "bf16")
         cached = 8 if dtype == torch.float32 else compute
     learner_copy = 0.0 if spec.learner_weights == "bf16" else per_weight[spec.learner_weights]
-    tokens = rl.microbatch_tokens
     slot_length = rollout.max_prompt_tokens + rollout.max_new_tokens
     sizes = {
         "master weights": 4.0 * local,
-        "gradients": 4.0 * local,
         "Adam moments": (8.0 if device_type == "cpu" else MOMENT_BYTES[moments]) * local,
         "learner's quantized weights": learner_copy * targeted / shards,
-        "weights in the compute dtype": float(
-            compute * computed_weights(config, spec, dtype, parallel, num_processes, all_gather)
+        **peak(
+            config,
+            spec,
+            dtype,
+            parallel,
+            num_processes,
+            all_gather,
+            rl.microbatch_tokens,
+            local,
+            accumulated,
+            device_type,
         ),
-        "activations": float(tokens * compute * activation_elements(config, parallel.activation_checkpointing)),
-        "logits": float(min(LOGITS_CHUNK, tokens) * config.vocab_size * LOGITS_BYTES),
         "engine weights": (engine_weight * targeted + compute * (total - targeted)) / rollout.tensor_parallel,
         "KV cache": float(kv_cache_bytes(config, rollout.max_batch, slot_length, cached)) / rollout.tensor_parallel,
     }
@@ -125,38 +103,6 @@ def estimate_memory(
     if rl.kl_coef > 0:
         sizes["reference model"] = (4.0 * total + learner_copy * targeted) / shards
     return MemoryEstimate({name: size / GIB for name, size in sizes.items()})
-
-
-def computed_weights(
-    config: ModelConfig,
-    spec: QuantSpec,
-    dtype: torch.dtype,
-    parallel: ParallelSettings,
-    num_processes: int,
-    all_gather: str,
-) -> int:
-    """Weights (numbers of them) that exist in the compute dtype at the peak.
-
-    Sharded: two gathered layers and the root (embeddings and head, and their gradients). Matmuls keep their weight for
-    the backward; where that is not what FSDP gathers or holds (a cast of the master, a decoded quantized weight) and
-    layers are not computed again, it stays for every layer.
-    """
-    experts, rest = layer_parameters(config)
-    layer = experts // parallel.ep + rest
-    embeddings = config.vocab_size * config.hidden_size * (1 if config.tie_embeddings else 2)
-    gathered_is_used = spec.learner_weights == "bf16" or (all_gather == "packed" and spec.learner_weights == "nvfp4")
-    if num_processes > 1:
-        kept = 0 if gathered_is_used else _kept_layers(config, parallel.activation_checkpointing, layer, rest)
-        return 2 * layer + 2 * embeddings + kept
-    if dtype == torch.float32 and spec.learner_weights == "bf16":
-        return 0  # the master itself is multiplied
-    return embeddings + _kept_layers(config, parallel.activation_checkpointing, layer, rest)
-
-
-def _kept_layers(config: ModelConfig, checkpointing: str, layer: int, attention: int) -> int:
-    if checkpointing == "full":
-        return layer
-    return layer + (config.num_layers - 1) * (attention if checkpointing == "moe" else layer)
 
 
 def available_gib(device: torch.device) -> float:

@@ -22,6 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+LOGITS_CHUNK = 4096  # tokens whose [chunk, vocabulary] fp32 logits exist at once
+
 
 def _product(a: Tensor, b: Tensor) -> Tensor:
     """a @ b accumulated and returned in fp32 (float64 for float64), operands in their own dtype."""
@@ -111,11 +113,12 @@ class _TokenLogprobs(torch.autograd.Function):
             grad_CV = _gradient(output_logits(hidden_CH, weight), *per_row, ctx.temperature, hidden_TH.dtype)
             grad_hidden_TH[rows] = grad_CV @ weight
             grad_weight_VH += _product(grad_CV.t(), hidden_CH)
+            del grad_CV  # or it is still there when the next chunk's logits are made
         return grad_hidden_TH, grad_weight_VH.to(weight_VH.dtype), None, None, None
 
 
 def token_logprobs(
-    hidden_TH: Tensor, lm_head_weight: Tensor, targets_T: Tensor, temperature: float = 1.0, chunk: int = 1024
+    hidden_TH: Tensor, lm_head_weight: Tensor, targets_T: Tensor, temperature: float = 1.0, chunk: int = LOGITS_CHUNK
 ) -> tuple[Tensor, Tensor]:
     """Log-prob of each target and entropy of each distribution, both fp32 [T] (float64 for float64 hidden states).
 

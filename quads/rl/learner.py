@@ -27,7 +27,6 @@ from quads.rl.optimizer import build_adamw, clip_gradients, learning_rate, set_l
 from quads.rl.packing import Microbatch
 
 MAX_SKIPPED_IN_A_ROW = 3
-LOGITS_CHUNK = 4096  # tokens whose [chunk, vocabulary] fp32 logits exist at once
 
 
 @dataclass
@@ -106,7 +105,7 @@ class Learner:
         context.record_routing = record_routing
         hidden_TH = model(batch.tokens_T, context)
         logprobs_N, entropy_N = token_logprobs(
-            hidden_TH[batch.predict_N], model.output_weight(), batch.targets_N, self.temperature, LOGITS_CHUNK
+            hidden_TH[batch.predict_N], model.output_weight(), batch.targets_N, self.temperature
         )
         return logprobs_N, entropy_N, context.recorded
 

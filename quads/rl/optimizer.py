@@ -80,5 +80,5 @@ def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float, world: D
         norm = (world.all_reduce(norm.square()) / replicas).sqrt()
     if max_norm > 0 and bool(torch.isfinite(norm)):
         # The 1e-6 is torch's. One call for all: a product with a scalar in GPU memory is slow tensor by tensor.
-        torch._foreach_mul_(grads, (max_norm / (norm + 1e-6)).clamp(max=1.0))
+        torch._foreach_mul_(grads, (max_norm / (norm + 1e-6)).clamp(max=1.0))  # pyright: ignore[reportPrivateImportUsage]
     return norm

@@ -16,7 +16,10 @@ SEEN = {
     "rl": {"base", "model", "quant", "rl"},
 }
 # Files beside the folders are base, except these.
-ESTIMATES = {"memory.py": "quant"}  # needs the shapes of models and the sizes of precisions
+ESTIMATES = {
+    "memory.py": "quant",
+    "memory_learner.py": "quant",
+}  # need the shapes of models and the sizes of precisions
 JOINS = {"assemble.py", "export.py", "plan.py"}  # wiring above the layers, like train.py
 KNOW_OTHER_PROCESSES = {
     "model/parallelize.py",

@@ -1,10 +1,13 @@
-"""The estimate against what an engine really holds on a CPU, and the reference model of the KL term."""
+"""The estimate against peaks measured on GPUs, what an engine really holds on a CPU, and the KL term's reference."""
+
+from dataclasses import replace
 
 import pytest
 import torch
 
-from quads.config_sections import QuantSettings, RLSettings, RolloutSettings
+from quads.config_sections import ParallelSettings, QuantSettings, RLSettings, RolloutSettings
 from quads.memory import GIB, estimate_memory
+from quads.model.config import ARCHITECTURES
 from quads.quant.recipes import resolve
 from tests.rollout_models import CONFIG, make_engine
 
@@ -32,3 +35,38 @@ def test_the_reference_model_counts() -> None:
         estimate_memory(CONFIG, spec, ROLLOUT, RLSettings(kl_coef=kl), torch.bfloat16) for kl in (0.0, 0.1)
     )
     assert (with_kl.total - plain.total) * GIB == pytest.approx(4 * CONFIG.num_parameters()[0])
+
+
+# benchmarks/results: GPUs, layers of the 25.5B shape, recipe, tokens, checkpointing, compile, gathers -> GiB allocated
+MEASURED_PEAKS = [
+    (1, 8, "bf16", 16384, "none", True, "bf16", 97.2),
+    (1, 8, "quads", 16384, "none", True, "bf16", 99.8),
+    (1, 8, "bf16", 16384, "full", False, "bf16", 85.0),
+    (1, 8, "quads", 16384, "full", False, "bf16", 88.0),
+    (2, 12, "bf16", 16384, "none", True, "bf16", 80.2),
+    (2, 12, "quads", 16384, "none", True, "packed", 81.9),
+]
+
+
+@pytest.mark.parametrize("row", MEASURED_PEAKS)
+def test_learner_peaks_measured_on_h200s(row: tuple) -> None:
+    gpus, layers, recipe, tokens, checkpointing, compile, all_gather, measured = row
+    estimate = estimate_memory(
+        replace(ARCHITECTURES["moe25b_a3b"], num_layers=layers),
+        resolve(QuantSettings(recipe=recipe)),
+        RolloutSettings(),
+        RLSettings(microbatch_tokens=tokens),
+        torch.bfloat16,
+        ParallelSettings(ep=gpus, activation_checkpointing=checkpointing, compile=compile),
+        gpus,
+        all_gather,
+        accumulated=False,
+    )
+    learner = estimate.total - estimate.parts["engine weights"] - estimate.parts["KV cache"]
+    assert learner == pytest.approx(measured, rel=0.1)
+
+
+def test_gradients_of_earlier_microbatches_count() -> None:
+    args = (ARCHITECTURES["moe25b_a3b"], resolve(QuantSettings(recipe="bf16")), ROLLOUT, RLSettings(), torch.bfloat16)
+    first, later = (estimate_memory(*args, accumulated=accumulated) for accumulated in (False, True))
+    assert later.total > first.total and later.parts["gradients"] == later.parts["master weights"]
