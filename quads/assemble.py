@@ -214,7 +214,12 @@ def check_engine(rollout: RolloutSettings, model_config: ModelConfig, num_proces
 
 
 def check_sample_count(cfg: Config, world: Distributed) -> None:
-    """Every process trains on equally many responses of a mini-batch."""
+    """Every process rolls out a prompt at least, and trains on equally many responses of a mini-batch."""
+    if cfg.rl.prompts_per_step < world.size:
+        raise UserError(
+            f"[rl] prompts_per_step = {cfg.rl.prompts_per_step} is fewer than the {world.size} processes, which each "
+            "roll out a share of the prompts; raise it"
+        )
     count = cfg.rl.minibatch_prompts * cfg.rl.group_size
     if count % world.size:
         raise UserError(

@@ -81,6 +81,8 @@ def test_impossible_arrangements_are_named():
         count_local_parameters(config(), MOE25B, 8)
     with pytest.raises(UserError, match="cannot be split evenly over 48"):
         count_local_parameters(config("--parallel.ep", "3", "--rl.group_size", "10"), MOE25B, 48)
+    with pytest.raises(UserError, match="prompts_per_step = 8 is fewer than the 16 processes"):
+        count_local_parameters(config("--rl.prompts_per_step", "8", "--rl.minibatch_prompts", "8"), MOE25B, 16)
     with pytest.raises(UserError, match="ep = 48 must divide the model's 128 experts"):
         count_local_parameters(config("--parallel.ep", "48", "--rl.group_size", "12"), MOE25B, 48)
 
