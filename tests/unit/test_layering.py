@@ -28,6 +28,8 @@ KNOW_OTHER_PROCESSES = {
     "checkpoint.py",
     "checkpoint_state.py",
     "rollout/sync.py",
+    "rollout/vllm_engine.py",  # vLLM's tensor-parallel groups span the trainer's processes
+    "rollout/vllm_groups.py",
 }
 
 
