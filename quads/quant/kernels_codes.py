@@ -15,7 +15,7 @@ Legend: NB blocks, a word is two neighbouring values, the first in its low half.
 import triton
 import triton.language as tl
 
-from quads.quant.kernels_math import INF_BITS, e2m1_round, with_sign
+from quads.quant.kernels_math import INF_BITS, abs_bits, block_factors, e2m1_round, pow2_scale, with_sign
 
 _BLOCK_MAX = tl.constexpr(
     """
@@ -119,20 +119,60 @@ def finite_max(words):
 
 
 @triton.jit
+def quarters_max(a, b, c, d, FINITE: tl.constexpr):
+    """Bits of the largest |x| of each block, int32 [NB], of four fp32 tiles [NB, 4]; FINITE: of the finite ones."""
+    a, b, c, d = abs_bits(a), abs_bits(b), abs_bits(c), abs_bits(d)
+    if FINITE:
+        a, b = tl.where(a >= INF_BITS, 0, a), tl.where(b >= INF_BITS, 0, b)
+        c, d = tl.where(c >= INF_BITS, 0, c), tl.where(d >= INF_BITS, 0, d)
+    return tl.max(tl.maximum(tl.maximum(a, b), tl.maximum(c, d)), axis=1)
+
+
+@triton.jit
 def encode_words(words, inv, dead, ASM: tl.constexpr):
     """int32 words [NB, 4] -> uint8 [NB, 4], two codes a byte. inv: fp32 [NB], element factor; dead: int1 [NB], blocks
     that hold code 0 only (scale 0 or NaN)."""
-    inv = tl.broadcast_to(inv[:, None], words.shape)
-    keep = tl.broadcast_to(tl.where(dead, 0, -1)[:, None], words.shape)
     if ASM:
+        inv = tl.broadcast_to(inv[:, None], words.shape)
+        keep = tl.broadcast_to(tl.where(dead, 0, -1)[:, None], words.shape)
         codes = tl.inline_asm_elementwise(
             _ENCODE, "=r,r,r,r,r,r,r,r,r,r,r,r,r", [words, inv, keep], dtype=tl.uint8, is_pure=True, pack=4
         )
     else:
         low, high = halves(words)
-        low, high = low + 0.0, high + 0.0
-        low_bits = with_sign(e2m1_round(tl.abs(low) * inv) * 1.1754943508222875e-38, low).to(tl.int32, bitcast=True)
-        high_bits = with_sign(e2m1_round(tl.abs(high) * inv) * 1.1754943508222875e-38, high).to(tl.int32, bitcast=True)
-        both = ((low_bits >> 22) & 7) | ((low_bits >> 28) & 8) | ((high_bits >> 18) & 0x70) | ((high_bits >> 24) & 0x80)
-        codes = (both & keep).to(tl.uint8)
+        codes = encode_pairs(low + 0.0, high + 0.0, inv, dead)
     return codes
+
+
+@triton.jit
+def encode_pairs(low, high, inv, dead):
+    """fp32 [NB, 4] even and odd elements (no -0.0) -> uint8 [NB, 4], two codes a byte; inv and dead: [NB]."""
+    low_bits = with_sign(e2m1_round(tl.abs(low) * inv[:, None]) * 1.1754943508222875e-38, low)
+    high_bits = with_sign(e2m1_round(tl.abs(high) * inv[:, None]) * 1.1754943508222875e-38, high)
+    low_bits, high_bits = low_bits.to(tl.int32, bitcast=True), high_bits.to(tl.int32, bitcast=True)
+    both = ((low_bits >> 22) & 0x207) | ((high_bits >> 18) & 0x2070)
+    both = (both & 0x77) | ((both >> 6) & 0x88)
+    return tl.where(dead[:, None], 0, both).to(tl.uint8)
+
+
+@triton.jit
+def row_factors(first, second, ASM: tl.constexpr):
+    """Words of a row's blocks -> (scale byte, scale, element factor, all [NB]; g of the row)."""
+    block_max = word_block_max(first, second, ASM)
+    amax = tl.max(block_max)
+    if amax >= INF_BITS:  # rare: leave the elements that are not finite out
+        amax = tl.maximum(tl.max(tl.ravel(finite_max(first))), tl.max(tl.ravel(finite_max(second))))
+    g, gs = pow2_scale(amax)
+    byte, scale, inv = block_factors(block_max, g, gs)
+    return byte, scale, inv, g
+
+
+@triton.jit
+def residuals(words, inv, scale, g):
+    """R = fl(Q_A(x) - x) of both values of each word, fp32 [NB, 4] each. Never -0.0: x is not, and where a nonzero x
+    rounds to zero, R has its size."""
+    low, high = halves(words)
+    low, high = low + 0.0, high + 0.0
+    low_value = with_sign(e2m1_round(tl.abs(low) * inv[:, None]), low) * scale[:, None]
+    high_value = with_sign(e2m1_round(tl.abs(high) * inv[:, None]), high) * scale[:, None]
+    return low_value * g - low, high_value * g - high

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quads.quant.kernels_codes import encode_words, finite_max, word_block_max
+from quads.quant.kernels_codes import encode_pairs, encode_words, quarters_max, residuals, row_factors
 from quads.quant.kernels_gemm import start_next, wait_for_previous
 from quads.quant.kernels_layout import padded
 from quads.quant.kernels_math import (
@@ -161,12 +161,7 @@ def row_codes_kernel(
     words = x_ptr + row * stride_x + block[:, None] * 8 + tl.arange(0, 4)[None, :]
     first = tl.load(words, mask=inside, other=0)
     second = tl.load(words + 4, mask=inside, other=0)
-    block_max = word_block_max(first, second, ASM)
-    amax = tl.max(block_max)
-    if amax >= INF_BITS:  # rare: leave the elements that are not finite out
-        amax = tl.maximum(tl.max(tl.ravel(finite_max(first))), tl.max(tl.ravel(finite_max(second))))
-    g, gs = pow2_scale(amax)
-    byte, _, inv = block_factors(block_max, g, gs)
+    byte, _, inv, g = row_factors(first, second, ASM)
     tl.store(scale_ptr + row, g)
     dead = (byte == 0) | (byte == 0x7F)
     pairs = packed_ptr + (row * blocks + block)[:, None] * 8 + tl.arange(0, 4)[None, :]
@@ -175,6 +170,59 @@ def row_codes_kernel(
     tl.store(byte_ptr + row * blocks + block, byte.to(tl.uint8), mask=block < blocks)
     if AFTER_ROUTE:
         wait_for_previous(ASM)
+
+
+@triton.jit
+def pair_codes_kernel(
+    x_ptr,
+    mask_ptr,
+    packed_ptr,
+    byte_ptr,
+    scale_ptr,
+    T,
+    blocks,
+    stride_x,
+    NB: tl.constexpr,
+    MASKED: tl.constexpr,
+    ASM: tl.constexpr,
+):
+    """Packed Q_A(x) and Q_A(R) of one bfloat16 row of whole blocks, a block a thread. mask_ptr: int16, the mask bytes
+    of two channels, which are applied to Q_A(R) if MASKED. Outputs: T rows of x, then T rows of R."""
+    start_next(ASM)
+    wait_for_previous(ASM)
+    row = tl.program_id(0).to(tl.int64)
+    block = tl.arange(0, NB)
+    word = block[:, None] * 8 + tl.arange(0, 4)[None, :]
+    inside = (block < blocks)[:, None]
+    first = tl.load(x_ptr + row * stride_x + word, mask=inside, other=0)
+    second = tl.load(x_ptr + row * stride_x + word + 4, mask=inside, other=0)
+    byte, scale, inv, g = row_factors(first, second, ASM)
+    dead = (byte == 0) | (byte == 0x7F)
+    tl.store(scale_ptr + row, g)
+    pairs = packed_ptr + row * blocks * 8 + word
+    tl.store(pairs, encode_words(first, inv, dead, ASM), mask=inside)
+    tl.store(pairs + 4, encode_words(second, inv, dead, ASM), mask=inside)
+    tl.store(byte_ptr + row * blocks + block, byte.to(tl.uint8), mask=block < blocks)
+
+    a, b = residuals(first, inv, scale, g)
+    c, d = residuals(second, inv, scale, g)
+    block_max = quarters_max(a, b, c, d, False)
+    amax = tl.max(block_max)
+    if amax >= INF_BITS:
+        amax = tl.max(quarters_max(a, b, c, d, True))
+    g, gs = pow2_scale(amax)
+    byte, _, inv = block_factors(block_max, g, gs)
+    dead = (byte == 0) | (byte == 0x7F)
+    tl.store(scale_ptr + T + row, g)
+    if MASKED:
+        kept = tl.load(mask_ptr + word, mask=inside, other=0).to(tl.int32)
+        a, b = tl.where((kept & 0xFF) != 0, a, 0.0), tl.where((kept & 0xFF00) != 0, b, 0.0)
+        kept = tl.load(mask_ptr + word + 4, mask=inside, other=0).to(tl.int32)
+        c, d = tl.where((kept & 0xFF) != 0, c, 0.0), tl.where((kept & 0xFF00) != 0, d, 0.0)
+    pairs = packed_ptr + (T + row) * blocks * 8 + word
+    tl.store(pairs, encode_pairs(a, b, inv, dead), mask=inside)
+    tl.store(pairs + 4, encode_pairs(c, d, inv, dead), mask=inside)
+    tl.store(byte_ptr + (T + row) * blocks + block, byte.to(tl.uint8), mask=block < blocks)
 
 
 @triton.jit
@@ -293,6 +341,26 @@ def quantize_activations(
             after_route = False
         elif codes:
             mask = torch.empty(rows, k, dtype=torch.uint8, device=device)
+    if mode == "mask" and codes and not (stored or slots) and whole_words:
+        assert mask is not None
+        blocks = k // 16
+        pair_codes_kernel[(rows,)](
+            x_RK.view(torch.int32),
+            mask.view(torch.int16),
+            data,
+            block_scale,
+            scale,
+            rows,
+            blocks,
+            x_RK.stride(0) // 2,
+            NB=triton.next_power_of_2(blocks),
+            MASKED=not whole,
+            ASM=compiled(),
+            num_warps=min(max(blocks // (32 if rows < 1024 else 64), 1), 8),
+            enable_fp_fusion=False,
+            launch_pdl=compiled(),
+        )
+        return Operand(data, scale, block_scale, True), mask
     unused = scale
     rows_kernel[(rows,)](
         x_RK,

@@ -9,8 +9,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from quads.quant.kernels_codes import encode_words, word_block_max
 from quads.quant.kernels_layout import TILE, padded
-from quads.quant.kernels_math import abs_bits, block_factors, e2m1_round, with_sign
+from quads.quant.kernels_math import block_factors, compiled
+
+
+@triton.jit
+def spread(codes):
+    """int32, code j in bits 4j..4j+3 -> the same codes in the places of kernels_layout.CODE_BITS."""
+    word = ((codes & 0x8) << 12) | ((codes & 0x7) << 6)
+    word |= ((codes & 0x80) << 5) | ((codes & 0x70) >> 1)
+    word |= ((codes & 0x800) << 3) | ((codes & 0x700) >> 8)
+    return word | ((codes & 0x8000) >> 2) | ((codes & 0x7000) >> 3)
 
 
 @triton.jit
@@ -29,12 +39,8 @@ def repack_kernel(packed_ptr, byte_ptr, order_ptr, words_ptr, scales_ptr, N, K, 
     source = kb * 32 + (word % 8) * 4 + word // 8  # stored word 8 i + g is checkpoint word 4 g + i
     mask = inside[:, None] & (source < K // 4)[None, :]
     codes = tl.load(packed_ptr + row[:, None] * (K // 4) + source[None, :], mask=mask, other=0).to(tl.int32)
-    spread = ((codes & 0x8) << 12) | ((codes & 0x7) << 6)
-    spread |= ((codes & 0x80) << 5) | ((codes & 0x70) >> 1)
-    spread |= ((codes & 0x800) << 3) | ((codes & 0x700) >> 8)
-    spread |= ((codes & 0x8000) >> 2) | ((codes & 0x7000) >> 3)
     at = tile.to(tl.int64) * 4096 + stored[:, None] * 32 + word[None, :]
-    tl.store(words_ptr + at, spread.to(tl.int16))
+    tl.store(words_ptr + at, spread(codes).to(tl.int16))
 
     group = tl.arange(0, 8)
     source = kb * 8 + group
@@ -67,57 +73,67 @@ def repack(packed: Tensor, block_scale: Tensor, order: Tensor, words: Tensor, sc
 
 
 @triton.jit
-def _place(code, MAGNITUDE: tl.constexpr, SIGN: tl.constexpr):
-    """The bits of e2m1 * 2**-126 -> code in its place of a word (kernels_layout.CODE_BITS)."""
-    return (((code >> 22) & 7) << MAGNITUDE) | (((code >> 31) & 1) << SIGN)
+def _words(codes, B: tl.constexpr):
+    """uint8 [B, 4], two codes a byte in order -> int16 [B, 2] stored words of four codes each."""
+    low, high = tl.split(tl.reshape(codes.to(tl.int32), (B, 2, 2)))
+    return spread(low | (high << 8)).to(tl.int16)
 
 
 @triton.jit
 def quantize_repack_kernel(
-    x_ptr, g_ptr, gs_ptr, order_ptr, words_ptr, scales_ptr, N, K, NB, KB, stride_e, stride_n, ROWS: tl.constexpr
+    x_ptr,
+    g_ptr,
+    gs_ptr,
+    order_ptr,
+    words_ptr,
+    scales_ptr,
+    N,
+    K,
+    NB,
+    KB,
+    stride_e,
+    stride_n,
+    ROWS: tl.constexpr,
+    ASM: tl.constexpr,
 ):
-    """ROWS rows of one [128, 128] tile of one expert, bf16 or fp32 values -> stored words and scale bytes.
+    """ROWS rows of one [128, 128] tile of one expert, bfloat16 -> stored words and scale bytes, a block a thread.
 
-    order_ptr: as in `repack_kernel`. g, gs: fp32 [E], global scale and its encode scale.
+    x_ptr: int32 words of two values, strides in words. order_ptr: as in `repack_kernel`. g, gs: fp32 [E], global scale
+    and its encode scale.
     """
+    B: tl.constexpr = ROWS * 8
     part = tl.program_id(0) % (128 // ROWS)
     tile = tl.program_id(0) // (128 // ROWS)
     kb = tile % KB
     expert = (tile // KB // NB).to(tl.int64)
-    stored = part * ROWS + tl.arange(0, ROWS)
+    block = tl.arange(0, B)
+    stored = part * ROWS + block // 8
+    group = block % 8
     row = tl.load(order_ptr + (tile // KB % NB) * 128 + stored)
-    inside = row < N
-    column = kb * 128 + tl.arange(0, 128)
-    mask = inside[:, None] & (column < K)[None, :]
-    x = tl.load(
-        x_ptr + expert * stride_e + row.to(tl.int64)[:, None] * stride_n + column[None, :], mask=mask, other=0.0
-    )
-    x = tl.reshape(x.to(tl.float32) + 0.0, (ROWS, 8, 16))  # -0.0 becomes +0.0
-    byte, _, inv = block_factors(tl.max(abs_bits(x), axis=2), tl.load(g_ptr + expert), tl.load(gs_ptr + expert))
-    magnitude = e2m1_round(tl.abs(x) * inv[:, :, None])
-    code = with_sign(magnitude * 1.1754943508222875e-38, x).to(tl.int32, bitcast=True)
-    code = tl.where(((byte == 0) | (byte == 0x7F))[:, :, None], 0, code)
-    even, odd = tl.split(tl.reshape(code, (ROWS, 8, 4, 2, 2)))
-    code0, code2 = tl.split(even)
-    code1, code3 = tl.split(odd)
-    word = _place(code0, 6, 15) | _place(code1, 3, 12) | _place(code2, 0, 14) | _place(code3, 9, 13)
-    word = tl.reshape(tl.permute(word, (0, 2, 1)), (ROWS, 32))  # stored word 8 i + g
-    at = tile.to(tl.int64) * 4096 + stored[:, None] * 32 + tl.arange(0, 32)[None, :]
-    tl.store(words_ptr + at, word.to(tl.int16))
-    at = tile.to(tl.int64) * 1024 + stored[:, None] * 8 + tl.arange(0, 8)[None, :]
+    inside = ((row < N) & (kb * 128 + group * 16 < K))[:, None]
+    at = (expert * stride_e + row.to(tl.int64) * stride_n + kb * 64 + group * 8)[:, None] + tl.arange(0, 4)[None, :]
+    first = tl.load(x_ptr + at, mask=inside, other=0)
+    second = tl.load(x_ptr + at + 4, mask=inside, other=0)
+    byte, _, inv = block_factors(word_block_max(first, second, ASM), tl.load(g_ptr + expert), tl.load(gs_ptr + expert))
+    dead = (byte == 0) | (byte == 0x7F)
+    # Stored word 8 i + g holds the columns 16 g + 4 i ... + 3; `first` gives i = 0, 1 and `second` i = 2, 3.
+    at = (tile.to(tl.int64) * 4096 + stored * 32 + group)[:, None] + tl.arange(0, 2)[None, :] * 8
+    tl.store(words_ptr + at, _words(encode_words(first, inv, dead, ASM), B))
+    tl.store(words_ptr + at + 16, _words(encode_words(second, inv, dead, ASM), B))
+    at = tile.to(tl.int64) * 1024 + stored * 8 + group
     tl.store(scales_ptr + at, tl.where(byte == 0x7F, 0xFF, byte).to(tl.uint8))
 
 
 def quantize_repack(values: Tensor, g: Tensor, gs: Tensor, order: Tensor, words: Tensor, scales: Tensor) -> None:
     """`kernels_layout.tile(nvfp4.quantize(values, g))` into existing tensors, in one pass.
 
-    values: bf16 or fp32 [E, N, K], K a multiple of 16, unit stride in K; g and gs: fp32 [E]; the rest as in `repack`.
+    values: bf16 [E, N, K], K a multiple of 16, contiguous in N and K; g and gs: fp32 [E]; the rest as in `repack`.
     """
     experts, n, k = values.shape
     nb, kb = order.numel() // TILE, padded(k) // TILE
     rows = 32
     quantize_repack_kernel[(experts * nb * kb * (TILE // rows),)](
-        values,
+        values.view(torch.int32),
         g,
         gs,
         order,
@@ -127,9 +143,10 @@ def quantize_repack(values: Tensor, g: Tensor, gs: Tensor, order: Tensor, words:
         k,
         nb,
         kb,
-        values.stride(0),
-        values.stride(1),
+        values.stride(0) // 2,
+        values.stride(1) // 2,
         ROWS=rows,
+        ASM=compiled(),
         num_warps=4,
         enable_fp_fusion=False,
     )

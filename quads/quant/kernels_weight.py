@@ -89,8 +89,8 @@ class KernelWeight:
         expert: int = 0,
         row: int = 0,
     ) -> "KernelWeight":
-        """Quantize values and write them in place, codes and scales never lying anywhere else: the fast way into a
-        weight for a sync that ships bf16. One kernel a tensor (two if g is not given: the amax comes first).
+        """Quantize values and write them in place: the fast way into a weight for a sync that ships bf16. For bf16 one
+        kernel a tensor (two if g is not given: the amax comes first), and codes never lie anywhere else.
 
         values: bf16 or fp32 [n, K] or [e, n, K]; what is quantized is what is given (cast masters to bf16 first). By
         default the whole weight; otherwise experts `expert` and following, or, of a matrix, rows `row` (a multiple of
@@ -118,7 +118,11 @@ class KernelWeight:
             order = self.order if n == self.n else self.order[: padded(n)]
             tiles = slice(row // TILE, row // TILE + order.numel() // TILE)
             words, scales = (each[expert : expert + count, tiles] for each in (self.words, self.scales))
-            quantize_repack(values, g, gs, order, words, scales)
+            if values.dtype == torch.bfloat16:
+                quantize_repack(values.contiguous(), g, gs, order, words, scales)
+            else:
+                packed, block_scale, _ = quantize(values, g, mode, gs=gs)
+                repack(packed, block_scale.view(torch.uint8), order, words, scales)
         self.g[expert : expert + count].copy_(g)
         return self
 

@@ -14,8 +14,10 @@ from triton.compiler import ASTSource  # noqa: E402
 
 from quads.quant.kernels_gemm import w4_gemm_kernel  # noqa: E402
 from quads.quant.kernels_native import native_gemm_kernel  # noqa: E402
-from quads.quant.kernels_pack import weight_kernel  # noqa: E402
-from quads.quant.kernels_quantize import rows_kernel  # noqa: E402
+from quads.quant.kernels_pack import pack_kernel, weight_kernel  # noqa: E402
+from quads.quant.kernels_quantize import pair_codes_kernel, row_codes_kernel, rows_kernel  # noqa: E402
+from quads.quant.kernels_repack import quantize_repack_kernel  # noqa: E402
+from quads.quant.kernels_select import word_scores_kernel  # noqa: E402
 
 ALIGNED = {"N", "K", "width", "stride_x", "stride_out"}
 
@@ -93,7 +95,23 @@ def test_quantizers_divide_exactly_and_do_not_fuse(capability):
     weights = ptx(
         weight_kernel, pointers | {"value_ptr": "*bf16"}, constants, capability, num_warps=1, enable_fp_fusion=False
     )
-    for text in (rows, weights):
+    words = {"x_ptr": "*i32", "mask_ptr": "*i16", "packed_ptr": "*u8", "byte_ptr": "*u8", "scale_ptr": "*fp32"}
+    words |= {"g_ptr": "*fp32", "gs_ptr": "*fp32", "live_ptr": "*u8", "slots_ptr": "*i32", "partial_ptr": "*fp64"}
+    words |= {"order_ptr": "*i32", "words_ptr": "*i16", "scales_ptr": "*u8"}
+    flags = {"HAS_LIVE": False, "HAS_SLOTS": False, "AFTER_ROUTE": False, "MASKED": True, "ASM": True}
+    by_block = [
+        ptx(
+            kernel,
+            {name: kind for name, kind in words.items() if name in kernel.arg_names},
+            {name: value for name, value in (flags | {"NB": 32, "ROWS": 16}).items() if name in kernel.arg_names},
+            capability,
+            num_warps=1,
+            enable_fp_fusion=False,
+        )
+        for kernel in (pack_kernel, row_codes_kernel, pair_codes_kernel, word_scores_kernel, quantize_repack_kernel)
+    ]
+    assert all("max.u16x2" in text for text in by_block)
+    for text in (rows, weights, *by_block):
         assert "div.rn.f32" in text
         assert "div.full" not in text and "div.approx" not in text and "rcp.approx" not in text
     # x = code * scale * g, then minus x: a subtraction of its own for each of a thread's 4 elements (two at a time on

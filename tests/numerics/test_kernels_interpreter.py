@@ -56,12 +56,15 @@ if INTERPRETED:
         ],
     )
     def test_activation_quantizer(rows, k, selection, ratio):
-        check.check_activation_quantizer(rows, k, selection, ratio, "cpu")
+        for dtype in (torch.float32, torch.bfloat16):
+            check.check_activation_quantizer(rows, k, selection, ratio, "cpu", dtype)
 
-    def test_channels_of_many_rows():
+    @pytest.mark.parametrize("rows", [130, 530])
+    def test_channels_of_many_rows(rows):
         """More rows than partial sums: several rows a program; dead rows do not count."""
-        x = torch.randn(130, 32).bfloat16()
-        live = torch.arange(130) % 3 > 0
+        x = torch.randn(rows, 32).bfloat16()
+        x[5, 3], x[9] = torch.inf, 0.0
+        live = torch.arange(rows) % 3 > 0
         x[~live] *= 100
         scores = residual.channel_scores(nvfp4.qdq_rows(x) - x.float(), "batch", live)
         mask = select(x, 32, 9, False, live.view(torch.uint8), False, False)
