@@ -159,7 +159,7 @@ def compare(path: Path, runs: Sequence[Run], arms: Sequence[Arm], about: dict[st
         "arms": {arm.name: " ".join(arm.overrides) for arm in arms},
         "summary": summary,
         "runs": [
-            {"arm": run.arm, "seed": run.seed, **m, "made": run.made_by()}
+            {"arm": run.arm, "seed": run.seed, "steps_made": run.rows()[-1]["step"], **m, "made": run.made_by()}
             for run, m in zip(kept, measured, strict=True)
         ],
         "left_out": {run.out.name: run.rows()[-1]["step"] for run in runs if run not in rows},
