@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -26,6 +27,7 @@ from quads.quant.learner import QATExperts, QATLinear, convert_learner
 from quads.quant.recipes import resolve
 from quads.quant.tensor import QuantizedTensor
 from quads.rl.learner import Learner
+from quads.rl.optimizer import build_adamw
 from quads.rl.packing import Microbatch, Sample, pack
 from quads.types import Completion
 from tests.helpers import assert_bitwise
@@ -190,6 +192,31 @@ def check_checkpoint(world: Distributed, folder: Path) -> str:
     return f"next loss {actual[0]:.5f} and {expected[0]:.5f}, norm {actual[1]:.4f} and {expected[1]:.4f}"
 
 
+def check_8bit_moments(world: Distributed, folder: Path) -> str:
+    """Sharded 8-bit moments: near the fp32 ones through some updates, and saved and resumed with the same next loss."""
+    settings = CheckpointSettings(resume="latest", keep=0, async_save=False)
+
+    def make(moments: Literal["float32", "8bit"]) -> Learner:
+        learner = make_learner(world, "quads", torch.bfloat16, 2, "packed", sgd=False)
+        learner.optimizer = build_adamw(learner.model, 1e-3, (0.9, 0.95), 1e-8, 0.0, moments)
+        return learner
+
+    reference, learner = make("float32"), make("8bit")
+    expected, actual = train(reference, own(world), 3), train(learner, own(world), 3)
+    for one, other in zip(actual, expected, strict=True):
+        assert abs(one[0] - other[0]) <= 1e-2 * abs(other[0]) and abs(one[1] - other[1]) <= 1e-2 * other[1]
+    moments = [state["exp_avg"] for state in learner.optimizer.state.values()]
+    kinds = [type(local_tensor(moment)).__name__ for moment in moments]
+    assert "OptimState8bit" in kinds, kinds
+    Checkpointer(folder, settings).save(TrainState(step=3), learner)
+    resumed = make("8bit")
+    Checkpointer(folder, settings).resume(resumed)
+    following, after_resume = train(learner, own(world), 1)[0], train(resumed, own(world), 1)[0]
+    assert following == after_resume, (following, after_resume)
+    quantized = kinds.count("OptimState8bit")
+    return f"{quantized} of {len(kinds)} moments in 8 bits; (loss, norm) {actual}, with fp32 moments {expected}"
+
+
 def check_compile(world: Distributed, ep: int) -> str:
     """Compiled and eager layers: the same losses but for rounding of bf16 intermediates, which fused code skips."""
     histories = [
@@ -214,6 +241,7 @@ def main(device: str, folder: str, only: list[str]) -> None:
             checks[f"gathers:ep{ep}"] = lambda ep=ep: check_gathers(world, ep)
             checks[f"shipped:ep{ep}"] = lambda ep=ep: check_shipped(world, ep)
         checks["checkpoint"] = lambda: check_checkpoint(world, Path(folder))
+        checks["moments"] = lambda: check_8bit_moments(world, Path(folder) / "moments")
         checks["compile:ep2"] = lambda: check_compile(world, 2)
         for name, check in checks.items():
             if not only or any(name.startswith(prefix) for prefix in only):
