@@ -170,7 +170,7 @@ def check_run_memory(cfg: Config, model_config: ModelConfig, spec: QuantSpec, wo
         DTYPES[cfg.model.dtype],
         cfg.parallel,
         world.size,
-        cfg.quant.all_gather,
+        spec.gathers(cfg.quant.all_gather),
         world.device.type,
         cfg.optim.moments,
     )
@@ -255,7 +255,7 @@ def build_learner_model(cfg: Config, model_config: ModelConfig, spec: QuantSpec,
         load_hf_sharded(cfg.model.path, model)
     else:
         model.init_weights(torch.Generator(world.device).manual_seed(cfg.train.seed), write_part)
-    attach(model, cfg.quant.all_gather, spec)
+    world.print(f"FSDP gathers quantized weights as {attach(model, cfg.quant.all_gather, spec)}")
     return model
 
 

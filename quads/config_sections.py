@@ -64,7 +64,11 @@ class QuantSettings:
         "batch", "how residual channels are chosen: one set per forward, whole 16-channel blocks, or one set per token"
     )
     global_scale: Literal["pow2", "amax"] = key("pow2", "NVFP4 global scale: power of two, or 2688 / amax")
-    all_gather: Literal["bf16", "packed"] = key("bf16", "what FSDP gathers for quantized weights")
+    all_gather: Literal["auto", "bf16", "packed"] = key(
+        "auto",
+        "what FSDP gathers for quantized weights, to the same result: bf16 masters or 4-bit bytes; auto: packed where "
+        "the learner has NVFP4 weights that divide evenly",
+    )
 
 
 @dataclass(frozen=True)

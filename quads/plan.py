@@ -76,7 +76,7 @@ def make_plan(cfg: Config, model_config: ModelConfig, num_gpus: int, local_param
         dtype,
         cfg.parallel,
         num_gpus,
-        cfg.quant.all_gather,
+        spec.gathers(cfg.quant.all_gather),
         moments=cfg.optim.moments,
         local_parameters=local_parameters,
     )
@@ -158,7 +158,7 @@ def describe(cfg: Config, model_config: ModelConfig, plan: Plan, gpu_gib: float,
         f"rollout {spec.rollout} ({cfg.rollout.engine})",
         f"{gpus} GPUs: replicate {parallel.replicate} x fsdp {fsdp} "
         f"(experts: {fsdp // parallel.ep} x ep {parallel.ep}), checkpointing {parallel.activation_checkpointing}, "
-        f"gathers {cfg.quant.all_gather}, moments {cfg.optim.moments}",
+        f"gathers {spec.gathers(cfg.quant.all_gather)}, moments {cfg.optim.moments}",
         "",
         f"one process holds {plan.local_parameters / 1e9:.3f}B parameters; memory in GiB",
     ]

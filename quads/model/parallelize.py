@@ -4,7 +4,7 @@
 
 The parameters become DTensors that own this process's shard; module code is unchanged. Every process computes the loss
 of its own tokens divided by the GLOBAL denominator, so gradients are sums over processes and nothing is averaged:
-every FSDP module gets a gradient divide factor of 1. Two reasons. The backward of the token exchange already sums an
+every FSDP module that is sharded gets a gradient divide factor of 1. Two reasons. The backward of the token exchange already sums an
 expert's gradient over its ep group, so the default average over the (smaller) expert mesh would leave expert gradients
 `ep` times too large against the dense ones, which a global norm clip feels. And 1 is the only factor that FSDP applies
 exactly once in every case (with a mesh of one process it divides twice by any other).
@@ -32,6 +32,7 @@ from quads.errors import UserError
 from quads.model.dispatch import AllToAllDispatcher
 from quads.model.hf import HFCheckpoint, check_same_shape, expert_names
 from quads.model.model import Attention, DecoderLayer, MoEDecoder
+from quads.model.moe import Experts
 
 Checkpointing = Literal["none", "full", "selective", "moe"]
 
@@ -128,8 +129,10 @@ def apply_fsdp(model: MoEDecoder, meshes: Meshes) -> None:
         fully_shard(layer, mesh=meshes.dense, mp_policy=policy)
     fully_shard(model, mesh=meshes.dense, mp_policy=policy)
     for module in fsdp_modules(model):
-        module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)  # gloo has no scaled sum, and none is wanted
+        alone = isinstance(module, Experts) and meshes.expert.size() == 1
+        if not alone:  # over a mesh of one process FSDP would really divide, a pass over all gradients
+            module.set_gradient_divide_factor(1.0)
     prefetch_next_layers(model)
 
 

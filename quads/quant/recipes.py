@@ -53,6 +53,7 @@ SITE_NAMES = {
     "o": "attention o",
 }
 TARGETS = ("experts", "attention")
+AllGather = Literal["auto", "bf16", "packed"]
 NEVER = ("router", "embeddings", "norms", "lm_head")
 
 
@@ -71,6 +72,10 @@ class QuantSpec:
     ratio: float = 0.5
     selection: Selection = "batch"
     global_scale: GlobalScaleMode = "pow2"
+
+    def gathers(self, asked: AllGather) -> Literal["bf16", "packed"]:
+        """What FSDP gathers if [quant] all_gather = `asked`, given equal shards (see sharded.py)."""
+        return asked if asked != "auto" else "packed" if self.learner_weights == "nvfp4" else "bf16"
 
     def rollout_precision(self, site: str) -> Precision:
         """The precision of one site in the rollout: "bf16" outside the targets, no residual outside residual_sites."""

@@ -12,7 +12,8 @@ one for the experts (never over ep: experts do not share). Then every process pa
 `all_gather` says what FSDP moves when a layer is about to run:
 
     "bf16"    the cast of the master, 16 bits a weight; every process quantizes the whole weight for itself
-    "packed"  codes and block scales, 4.5 bits a weight; every process decodes them. NVFP4 only
+    "packed"  codes and block scales, 4.5 bits a weight; every process decodes them. NVFP4 only, equal shards
+    "auto"    "packed" where it can be had
 
 Both give the same bits: rows are quantized independently once the global scale is known, and the bf16 cast comes
 first on either path. The gradient is the straight-through one: "packed" hands the layer the decoded weight in place of
@@ -41,11 +42,9 @@ from quads.model.parallelize import (
 from quads.quant import fake_quant, learner, nvfp4
 from quads.quant.learner import Group, QATExperts, QATLinear, sharing_groups
 from quads.quant.nvfp4 import BLOCK, GlobalScaleMode
-from quads.quant.recipes import TARGETS, QuantSpec
+from quads.quant.recipes import TARGETS, AllGather, QuantSpec
 from quads.quant.tensor import Float8BlockTensor, NVFP4Tensor
 from quads.quant.weights import dequantize_rows_into, qdq, quantize_rows_into, split_rows, weight_amax
-
-AllGather = Literal["bf16", "packed"]
 
 
 class ShardedLinear(QATLinear):
@@ -141,33 +140,46 @@ def _effective(module: ShardedModule, leaf: str, gathered: Tensor, dtype: torch.
     return fake_quant.straight_through(gathered, value)
 
 
-def attach(model: nn.Module, all_gather: AllGather, spec: QuantSpec) -> None:
-    """Give every sharded NVFP4 weight its packed bytes, and FSDP what to gather. Follow with `requantize`.
+def attach(model: nn.Module, asked: AllGather, spec: QuantSpec) -> Literal["bf16", "packed"]:
+    """Give every sharded NVFP4 weight its packed bytes, and FSDP what to gather, which is returned. Follow with
+    `requantize`.
 
     Raises:
         UserError: "packed" was asked for and cannot be had.
     """
+    all_gather = spec.gathers(asked)
     if all_gather == "packed" and spec.learner_weights != "nvfp4":
         raise UserError(
             f"[quant] all_gather = 'packed' is for NVFP4 weights, but the learner has {spec.learner_weights}; use bf16"
         )
-    for path, module in model.named_modules():
-        if not isinstance(module, ShardedModule) or module.weights != "nvfp4":
-            continue
-        for leaf, parameter in module.named_parameters(recurse=False):
-            shard = module.shards[leaf] = PackedShard(parameter, module.mode)
-            if all_gather == "bf16":
-                continue
+    weights = [
+        (path, module, leaf, parameter)
+        for path, module in model.named_modules()
+        if isinstance(module, ShardedModule) and module.weights == "nvfp4"
+        for leaf, parameter in module.named_parameters(recurse=False)
+    ]
+    uneven = [f"{path}.{leaf}" for path, _, leaf, parameter in weights if not _equal_shards(parameter)]
+    if uneven and asked == "packed":
+        raise UserError(
+            f"[quant] all_gather = 'packed' needs equal shards, but the rows of {uneven[0]} do not divide over FSDP; "
+            "use all_gather = 'auto' or 'bf16', or another [parallel] fsdp"
+        )
+    if uneven:
+        all_gather = "bf16"
+    for _, module, leaf, parameter in weights:
+        shard = module.shards[leaf] = PackedShard(parameter, module.mode)
+        if all_gather == "packed":
             local = local_tensor(parameter)
-            if gathered_rows(parameter) % local.shape[0] or len(local) == 0:
-                raise UserError(
-                    f"[quant] all_gather = 'packed' needs equal shards, but the {gathered_rows(parameter)} rows of "
-                    f"{path}.{leaf} do not divide over FSDP; use all_gather = 'bf16' or another [parallel] fsdp"
-                )
             # FSDP looks for these names on the shard when it first runs; the parameter itself stays a plain tensor.
             local.fsdp_pre_all_gather = shard.pre_all_gather  # type: ignore[attr-defined]
             local.fsdp_post_all_gather = shard.post_all_gather  # type: ignore[attr-defined]
             shard.gathered = True
+    return all_gather
+
+
+def _equal_shards(parameter: Tensor) -> bool:
+    rows = local_tensor(parameter).shape[0]
+    return rows > 0 and gathered_rows(parameter) % rows == 0
 
 
 @torch.no_grad()
