@@ -4,10 +4,10 @@
 
 The parameters become DTensors that own this process's shard; module code is unchanged. Every process computes the loss
 of its own tokens divided by the GLOBAL denominator, so gradients are sums over processes and nothing is averaged:
-every FSDP module that is sharded gets a gradient divide factor of 1. Two reasons. The backward of the token exchange already sums an
-expert's gradient over its ep group, so the default average over the (smaller) expert mesh would leave expert gradients
-`ep` times too large against the dense ones, which a global norm clip feels. And 1 is the only factor that FSDP applies
-exactly once in every case (with a mesh of one process it divides twice by any other).
+every sharded FSDP module gets a gradient divide factor of 1. Two reasons. The backward of the token exchange already
+sums an expert's gradient over its ep group, so the default average over the (smaller) expert mesh would leave expert
+gradients `ep` times too large against the dense ones, which a global norm clip feels. And 1 is the only factor that
+FSDP applies exactly once in every case (with a mesh of one process it divides twice by any other).
 
 The master weights are fp32. FSDP gathers them in the dtype of the activations, the cast that the modules would do
 themselves, and reduces gradients in fp32.
