@@ -7,6 +7,8 @@ the place and the fix. This module imports no torch, so that `--help` and config
 
 import dataclasses
 import json
+import os
+import sys
 import tomllib
 from collections import deque
 from dataclasses import dataclass, field
@@ -71,7 +73,10 @@ SECTIONS: dict[str, type] = {
 def load_config(argv: list[str]) -> Config:
     """`["--config", "x.toml", "--train.steps", "5", "--dry-run"]` -> Config. `--help` prints all keys and exits 0."""
     if "--help" in argv or "-h" in argv:
-        print(describe_keys())
+        try:
+            print(describe_keys(), flush=True)
+        except BrokenPipeError:  # `--help | head`: the reader has seen enough
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise SystemExit(0)
     config_path, overrides, dry_run = _split_arguments(argv)
     tables = read_toml(config_path) if config_path else {}
@@ -96,6 +101,7 @@ def resolve(cfg: Config, config_path: Path | None = None) -> Config:
     if not model.path and not model.arch:
         raise UserError(
             "[model] has neither path nor arch; set path to a Hugging Face folder, or arch to start from random weights"
+            + ("" if config_path else ". There is no --config FILE; try --config configs/tiny_quads.toml")
         )
     if model.path and model.arch:
         raise UserError(f"[model] has both path = {model.path!r} and arch = {model.arch!r}; keep one")

@@ -24,6 +24,13 @@ from quads.metrics import jsonable
 from quads.rl.grading import Grading
 from quads.types import Completion, Sampling
 
+OPTIONS = """usage: python -m quads.rl.evaluate --config FILE [--checkpoint RUN] [--rollouts LIST] [--out FILE]
+
+  --checkpoint RUN   run or checkpoint folder whose weights are judged (default: those that [model] starts from)
+  --rollouts LIST    rollout precisions to judge side by side, e.g. bf16,w4a4_residual (default: that of the config)
+  --out FILE         also write the results as JSON
+It takes all options of train.py:
+"""
 Generate = Callable[..., list[list[Completion]]]  # an engine's `generate`
 
 
@@ -190,6 +197,8 @@ def main(argv: list[str]) -> None:
     """Evaluate one checkpoint; see the module's docstring."""
     from quads.assemble import build_parts  # joins rl and rollout: only a command may
 
+    if {"--help", "-h"} & set(argv):
+        print(OPTIONS)  # the keys of the config follow
     argv = list(argv)
     checkpoint, out, rollouts = (take_option(argv, name) for name in ("--checkpoint", "--out", "--rollouts"))
     names = list(dict.fromkeys(name.strip() for name in rollouts.split(",")))
