@@ -16,6 +16,9 @@ from quads.quant.kernels_codes import residuals, row_factors
 from quads.quant.kernels_gemm import start_next, wait_for_previous
 from quads.quant.kernels_math import INF_BITS, abs_bits, compiled, quantize_tile, tile_columns, values
 
+MANY_ROWS = 512
+"""Above, scores are computed a block a thread: more work in flight, more latency."""
+
 
 @triton.jit
 def scores_kernel(
@@ -248,7 +251,7 @@ def select(
     groups = triton.cdiv(rows, per_program)
     partial = torch.empty(groups, kp, dtype=torch.float64, device=x_RK.device)
     whole_words = x_RK.dtype == torch.bfloat16 and k % 16 == 0 and x_RK.stride(0) % 2 == x_RK.storage_offset() % 2 == 0
-    if whole_words and not stored and rows > 512:
+    if whole_words and not stored and rows > MANY_ROWS:
         word_scores_kernel[(groups,)](
             x_RK.view(torch.int32),
             partial if live_R is None else live_R,

@@ -112,13 +112,13 @@ def check_row_codes(rows: int, k: int, device: str) -> None:
     assert same_bits(operand.scale, want[2].flatten())
 
 
-def check_codes_of_every_bfloat16(device: str) -> None:
+def check_codes_of_every_bfloat16(device: str, scales: int) -> None:
     """All 65536 values beside block maxima of many sizes, so that every rounding boundary is met."""
     values = torch.arange(65536, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
-    blocks = values.view(-1, 8).repeat(16, 1)
-    maxima = torch.randn(blocks.shape[0], 8).mul(3).exp().bfloat16() * values.view(-1, 8).repeat(16, 1).abs()
-    x = torch.cat([blocks, torch.where(maxima.isfinite(), maxima, 1.0)], dim=1).view(16, -1, 64)
-    g = torch.ones(16, 1, 1) * 2.0 ** torch.arange(-20, 12, 2).view(16, 1, 1)
+    blocks = values.view(-1, 8).repeat(scales, 1)
+    maxima = torch.randn(blocks.shape[0], 8).mul(3).exp().bfloat16() * blocks.abs()
+    x = torch.cat([blocks, torch.where(maxima.isfinite(), maxima, 1.0)], dim=1).view(scales, -1, 64)
+    g = 2.0 ** torch.linspace(-20, 10, scales).round().view(scales, 1, 1)
     packed, block_scale, _ = nvfp4.quantize(x, g)
     got = kernels.quantize(x.to(device), g.to(device))
     assert torch.equal(got[0].cpu(), packed) and torch.equal(
