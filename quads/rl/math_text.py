@@ -76,6 +76,7 @@ def clean(text: str) -> str:
     text = text.replace(r"\$", r"\text{dollars}").replace("$", " ")
     text = re.sub(r"(?<!\\)\\[()\[\]]", " ", text)  # delimiters; not the \\[2pt] of a matrix row
     text = HIDDEN.sub("", text)
+    text = re.sub(r"(?<!\\)\\!", "", text)  # a negative space: 11,\!000 is one number
     text = SPACES.sub(" ", SIZES.sub("", text))
     text = FONTS.sub("", text)
     text = re.sub(r"\\[dtc]frac(?![a-zA-Z])", r"\\frac", text)

@@ -77,3 +77,11 @@ def test_the_vllm_engine_too(tmp_path: Path) -> None:
     train_rows(config, config.parent / "run", train__steps=1, eval__every=0)
     rows = judge(config, tmp_path / "vllm.json", "--rollouts", "bf16,w4a4_residual", "--rollout.engine", "vllm")
     assert [row["rollout"] for row in rows] == ["bf16", "w4a4_residual"]
+
+
+def test_help_names_its_own_options_first(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        evaluate.main(["--help"])
+    assert stop.value.code == 0
+    printed = capsys.readouterr().out
+    assert printed.index("--rollouts LIST") < printed.index("--model.path")

@@ -356,6 +356,11 @@ PAIRS = [
     (r"5", r"(x+1)^{1000}", False),
     (r"5^\circ", r"5 \text{ cm}", False),
     (r"x \in (1,2)", r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}", False),
+    # thousands separators as the MATH data set writes them
+    (r"11,\!111,\!100", "11111100", True),
+    (r"1,\!000", r"1{,}000", True),
+    (r"\$32,\!348", "32348", True),
+    (r"1,\!000", "1", False),
     # invisible characters
     ("7", "\u200b7", True),
     ("1234", "1\u2060234\ufeff", True),
