@@ -42,7 +42,9 @@ def store(pointers, value, inside, ASM: tl.constexpr):
 def fp8_value(byte, scale):
     """E4M3 byte with its sign (int32) times scale; 0x7F is NaN."""
     magnitude = tl.where((byte & 0x7F) == 0x7F, float("nan"), e4m3_decode(byte & 0x7F))
-    return tl.where(byte >= 0x80, -magnitude, magnitude) * scale
+    # Compiled, -0.0 is 0 - 0.0: the sign of a zero needs its bit.
+    bits = magnitude.to(tl.int32, bitcast=True) | ((byte & 0x80) << 24)
+    return bits.to(tl.float32, bitcast=True) * scale
 
 
 @triton.jit

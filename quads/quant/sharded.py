@@ -209,7 +209,8 @@ def group_scales(groups: list[Group], mode: GlobalScaleMode) -> list[tuple[Tenso
         amaxes = torch.stack([_local_amax(groups[i]) for i in chosen])
         _, representative = next(groups[chosen[0]].parameters())
         max_over_shards(amaxes, representative)
-        scales |= {i: nvfp4.global_scale(amax, mode) for i, amax in zip(chosen, amaxes.unbind(0), strict=True)}
+        g, gs = nvfp4.global_scale(amaxes, mode)  # of all groups at once: a launch for each would keep a GPU waiting
+        scales |= dict(zip(chosen, zip(g.unbind(0), gs.unbind(0), strict=True), strict=True))
     return [scales[i] for i in range(len(groups))]
 
 

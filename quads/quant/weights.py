@@ -42,9 +42,15 @@ def quantize(
     return packed, block_scale, g
 
 
-def qdq(w: Tensor, g: Tensor, mode: GlobalScaleMode, gs: Tensor | None, dtype: torch.dtype) -> Tensor:
+@torch.library.custom_op("quads::qdq_nvfp4", mutates_args=())
+def qdq(w: Tensor, g: Tensor, mode: str, gs: Tensor | None, dtype: torch.dtype) -> Tensor:
     """`dequantize(*quantize(w, ...))` in `dtype`."""
-    return _quantizer(w.device).qdq(w, g, mode, gs=gs, dtype=dtype)
+    return _quantizer(w.device).qdq(w, g, mode, gs=gs, dtype=dtype).contiguous()
+
+
+@qdq.register_fake
+def _(w: Tensor, g: Tensor, mode: str, gs: Tensor | None, dtype: torch.dtype) -> Tensor:
+    return torch.empty_like(w, dtype=dtype, memory_format=torch.contiguous_format)
 
 
 @torch.library.custom_op("quads::dequantize_nvfp4", mutates_args=())

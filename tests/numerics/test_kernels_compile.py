@@ -12,6 +12,8 @@ triton = pytest.importorskip("triton")
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
+from quads.model.logprobs_triton import gradient_kernel, stats_kernel  # noqa: E402
+from quads.quant.kernels_fp8 import fp8_quantize_kernel  # noqa: E402
 from quads.quant.kernels_gemm import w4_gemm_kernel  # noqa: E402
 from quads.quant.kernels_native import native_gemm_kernel  # noqa: E402
 from quads.quant.kernels_pack import pack_kernel, weight_kernel  # noqa: E402
@@ -117,3 +119,17 @@ def test_quantizers_divide_exactly_and_do_not_fuse(capability):
     # x = code * scale * g, then minus x: a subtraction of its own for each of a thread's 4 elements (two at a time on
     # sm_100), never a fused one
     assert len(re.findall(r"\bsub(?:\.rn)?\.f32", rows)) >= 2
+
+
+def test_loss_and_fp8_kernels_compile_for_hopper():
+    """They run interpreted elsewhere; here the compiler sees them. Scales and temperatures divide exactly."""
+    logits = {"logits_ptr": "*fp32", "targets_ptr": "*i64", "out_ptr": "*bf16", "temperature": "fp32"}
+    per_row = ("normalizer_ptr", "entropy_ptr", "grad_logprob_ptr", "grad_entropy_ptr")
+    gradient = ptx(gradient_kernel, logits | dict.fromkeys(per_row, "*fp32"), {"BLOCK": 4096}, 90, num_warps=8)
+    stats = ptx(stats_kernel, logits | {"out_ptr": "*fp32"}, {"BLOCK": 4096}, 90, num_warps=8)
+    pointers = {"x_ptr": "*bf16", "byte_ptr": "*u8", "scale_ptr": "*fp32", "value_ptr": "*bf16"}
+    constants = {"BN": 128, "BK": 128, "PER_ROW": False, "POW2": True, "CODES": False, "ASM": True}
+    quantize = ptx(fp8_quantize_kernel, pointers, constants, 90, num_warps=8, enable_fp_fusion=False)
+    for text in (gradient, stats, quantize):
+        assert "div.rn.f32" in text and ".local" not in text
+    assert "div.full" not in gradient + quantize

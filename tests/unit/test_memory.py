@@ -43,8 +43,10 @@ MEASURED_PEAKS = [
     (1, 8, "quads", 16384, "none", True, "bf16", 99.8),
     (1, 8, "bf16", 16384, "full", False, "bf16", 85.0),
     (1, 8, "quads", 16384, "full", False, "bf16", 88.0),
-    (2, 12, "bf16", 16384, "none", True, "bf16", 80.2),
-    (2, 12, "quads", 16384, "none", True, "packed", 81.9),
+    (2, 12, "bf16", 16384, "none", True, "bf16", 79.0),
+    (2, 12, "quads", 16384, "none", True, "packed", 80.9),
+    (2, 12, "quads", 16384, "none", True, "bf16", 88.1),
+    (2, 12, "fp8", 16384, "none", True, "bf16", 89.1),
 ]
 
 
@@ -63,7 +65,7 @@ def test_learner_peaks_measured_on_h200s(row: tuple) -> None:
         accumulated=False,
     )
     learner = estimate.total - estimate.parts["engine weights"] - estimate.parts["KV cache"]
-    assert learner == pytest.approx(measured, rel=0.1)
+    assert learner == pytest.approx(measured, rel=0.05)  # the aim is 0.1
 
 
 def test_gradients_of_earlier_microbatches_count() -> None:
