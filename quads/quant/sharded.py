@@ -87,6 +87,7 @@ class PackedShard:
         local = local_tensor(parameter)
         self.mode: GlobalScaleMode = mode
         self.num_columns = local.shape[-1]
+        self.rows = own_rows(parameter)  # found once: it takes as long as the kernels of a small weight
         self.bytes = local.new_empty(*local.shape[:-1], 9 * -(-self.num_columns // BLOCK), dtype=torch.uint8)
         self.g, self.gs = Tensor(), Tensor()  # fp32 [] or [L, 1, 1]; by `pack`
         self.gathered = False  # whether FSDP gathers these bytes; by `attach`
@@ -95,8 +96,7 @@ class PackedShard:
     def pack(self, parameter: Tensor, g: Tensor, gs: Tensor) -> None:
         """Quantize the local rows of bf16(master) with the scales of the gathered weight."""
         self.g, self.gs, self.version = g, gs, local_tensor(parameter)._version
-        rows = own_rows(parameter)
-        own_g, own_gs = (g[rows], gs[rows]) if g.dim() else (g, gs)
+        own_g, own_gs = (g[self.rows], gs[self.rows]) if g.dim() else (g, gs)
         quantize_rows_into(self.bytes, local_tensor(parameter), own_g, self.mode, own_gs)
 
     def tensor(self, rows: Tensor, g: Tensor, dtype: torch.dtype) -> NVFP4Tensor:
@@ -259,7 +259,7 @@ def _packed_group(group: Group, mode: GlobalScaleMode) -> dict[str, PackedShard]
 
 def _full_tensor(shard: PackedShard, parameter: Tensor) -> NVFP4Tensor:
     rows = gather_full(shard.bytes, parameter)
-    g = gather_full(shard.g[own_rows(parameter)], parameter) if shard.g.dim() else shard.g
+    g = gather_full(shard.g[shard.rows], parameter) if shard.g.dim() else shard.g
     return shard.tensor(rows, g, torch.bfloat16)
 
 
@@ -278,13 +278,14 @@ def _own_shards(group: Group) -> dict[str, PackedShard]:
 
 def _local_amax(group: Group) -> Tensor:
     """Over this process's rows: fp32 [], or [L, 1, 1] with zeros for the experts of other shards."""
-    found = []
-    for _, parameter in group.parameters():
+    found, shards = [], _own_shards(group)
+    for name, parameter in group.parameters():
         local = local_tensor(parameter)
         if local.dim() == 2:
             found.append(weight_amax(local, cast=True))
             continue
         amax_L11 = local.new_zeros(gathered_rows(parameter), 1, 1, dtype=torch.float32)
-        amax_L11[own_rows(parameter)] = weight_amax(local, cast=True)
+        rows = shards[name].rows if name in shards else own_rows(parameter)
+        amax_L11[rows] = weight_amax(local, cast=True)
         found.append(amax_L11)
     return torch.stack(found).amax(0)
