@@ -84,7 +84,8 @@ class Parts:
         sampling = self.sampling(self.cfg.eval.temperature)
 
         def gather(mine: list[JudgedPrompt]) -> list[JudgedPrompt]:
-            return [prompt for judged in self.world.gather_objects(mine) for prompt in judged]
+            by_rank = self.world.gather_objects(mine)
+            return [by_rank[p % len(by_rank)][p // len(by_rank)] for p in range(len(everything))]  # as share deals them
 
         grading = self.grading(examples, truncated=True)
         return evaluate(self.engine.generate, grading, samples, sampling, seeds, gather)
