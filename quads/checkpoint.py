@@ -35,6 +35,7 @@ from quads.checkpoint_state import (
 )
 from quads.config import config_changes
 from quads.config_sections import CheckpointSettings
+from quads.distributed import has_peers
 from quads.errors import UserError
 
 MARKER = "COMPLETE"
@@ -217,5 +218,5 @@ def _rank() -> int:
 
 
 def _barrier() -> None:
-    if dist.is_initialized():
+    if has_peers():
         dist.barrier()

@@ -154,7 +154,7 @@ def init_distributed(parallel: ParallelSettings, train: TrainSettings) -> Iterat
 
 def agree(flag: bool) -> bool:
     """Whether `flag` is true on any process. All processes must call it, at the same point."""
-    if not dist.is_initialized():
+    if not has_peers():
         return flag
     value = torch.tensor(float(flag))  # on the CPU, where every job has gloo: no kernel to wait for
     dist.all_reduce(value, dist.ReduceOp.MAX)
@@ -251,3 +251,10 @@ def _leave_after(error: Exception, rank: int, size: int, store: Store) -> None:
 def in_process_group() -> bool:
     """Whether this process is one of a group: False for a plain `python` with one process."""
     return dist.is_available() and dist.is_initialized()
+
+
+def has_peers() -> bool:
+    """Whether there are other processes to talk to. A group alone does not say so: vLLM makes one of a single process,
+    and on a GPU it takes no tensors of the CPU.
+    """
+    return in_process_group() and dist.get_world_size() > 1

@@ -35,7 +35,7 @@ from quads.quant.recipes import QuantSpec
 from quads.rollout.engine import OnGroup, check_request, check_tensor_parallel, ignore
 from quads.rollout.vllm_folder import write_model_folder
 from quads.rollout.vllm_inspect import checksums, forget_waiting, track_plain_parameters
-from quads.rollout.vllm_lifecycle import close, free_memory, guest, untouched_rng
+from quads.rollout.vllm_lifecycle import abandon, close, free_memory, guest, make_group_of_one, untouched_rng
 from quads.rollout.vllm_models import register_models
 from quads.rollout.vllm_options import PluginOptions
 from quads.rollout.vllm_plugin import register
@@ -123,10 +123,16 @@ class VLLMEngine:
                 from quads.rollout.vllm_sampling import batch_seeded_sampling
 
                 batch_seeded_sampling()
-            refuse_second_engine()
+            refuse_second_engine(device)
+            if not self._keep_group:
+                make_group_of_one(device)
             from vllm import LLM
 
-            self._llm = LLM(**arguments | (llm_options or {}))
+            try:
+                self._llm = LLM(**arguments | (llm_options or {}))
+            except BaseException:
+                abandon(self._keep_group)
+                raise
         self._quant = self._on_model(lambda model: model.quant_config)
         self._on_model(lambda model: track_plain_parameters(model, self._quant.ledger))
         if os.environ.get("RANK", "0") == "0":
@@ -296,12 +302,22 @@ def graph_sizes(max_batch: int) -> list[int]:
     return [*(size for size in sizes if size < max_batch), max_batch]
 
 
-def refuse_second_engine() -> None:
-    """vLLM's process groups are global to a process: closing one of two engines would break the other."""
+def refuse_second_engine(device: torch.device) -> None:
+    """vLLM's process groups are global to a process: closing one of two engines would break the other. On a GPU its
+    sleeping memory is global too, and a closed engine has been seen to keep some of it (vLLM 0.26).
+    """
     from vllm.distributed.parallel_state import model_parallel_is_initialized
 
     if model_parallel_is_initialized():
         raise RuntimeError("another vLLM engine lives in this process; close() it before making the next")
+    if device.type == "cuda":
+        from vllm.device_allocator.cumem import CuMemAllocator
+
+        if CuMemAllocator.instance is not None and CuMemAllocator.instance.get_current_usage():
+            raise RuntimeError(
+                "vLLM still holds GPU memory of an engine that was closed in this process; make the next engine in a "
+                "process of its own"
+            )
 
 
 def check_cpu_attention(head_dim: int) -> None:

@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 KEPT_VARIABLES = ("LOCAL_WORLD_SIZE", "LD_PRELOAD", "TORCHINDUCTOR_COMPILE_THREADS")
 
@@ -58,6 +59,16 @@ def guest() -> Iterator[None]:
                 os.environ[name] = value
 
 
+def make_group_of_one(device: torch.device) -> None:
+    """The default process group of a trainer that is alone, before vLLM makes one.
+
+    vLLM's would have NCCL alone on a GPU, and others use the default group too: saving a checkpoint in the background
+    asks for a backend of the CPU in it.
+    """
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+
+
 def close(llm: Any, keep_default_group: bool) -> None:
     """Shut the engine behind a `vllm.LLM` down; its memory is free once the caller has let go of it.
 
@@ -76,6 +87,16 @@ def close(llm: Any, keep_default_group: bool) -> None:
         client.engine_core.shutdown()
     finally:
         core.cleanup_dist_env_and_memory = cleanup
+
+
+def abandon(keep_default_group: bool) -> None:
+    """After a `vllm.LLM` that could not be made: destroy the groups it left."""
+    from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
+
+    if keep_default_group:
+        _forget_own_groups()
+    else:
+        cleanup_dist_env_and_memory()
 
 
 def free_memory() -> None:

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 
+from quads.distributed import agree, in_process_group
 from quads.errors import UserError
 from quads.rollout.sync import sync
 from quads.types import Sampling
@@ -38,8 +39,16 @@ def test_a_model_without_qk_norm() -> None:
         prompts = make_prompts(4)
         groups = engine.generate(prompts, 2, Sampling(9), list(range(8)))
         assert gaps(make_native(learner, spec).model, prompts, groups, 1.0)[-1] < LOGPROB_TOLERANCE
+        assert in_process_group() and agree(True) and not agree(False)  # vLLM's group of one
     finally:
         engine.close()
+    assert not in_process_group()
+
+
+def test_an_engine_that_cannot_be_made_leaves_no_group() -> None:
+    with pytest.raises(ValueError):
+        make_vllm(spec_of("bf16"), max_model_len=-5)
+    assert not in_process_group()
 
 
 @pytest.fixture(scope="module", params=PRECISIONS)

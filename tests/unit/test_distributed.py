@@ -1,14 +1,16 @@
 """One process: no process group, seeds that are pure functions of names, and settings that do not fit."""
 
 import random
+from pathlib import Path
 
 import numpy
 import pytest
 import torch
 import torch.distributed as dist
 
-from quads.config_sections import ParallelSettings, TrainSettings
-from quads.distributed import agree, choose_device, derive_seed, init_distributed
+from quads.checkpoint import Checkpointer
+from quads.config_sections import CheckpointSettings, ParallelSettings, TrainSettings
+from quads.distributed import agree, choose_device, derive_seed, has_peers, init_distributed
 from quads.errors import UserError, main_guard
 
 CPU = TrainSettings(device="cpu", seed=5)
@@ -97,3 +99,19 @@ def test_of_many_processes_with_the_same_bad_input_one_reports(
             main()
         assert exit_info.value.code == 2
     assert capsys.readouterr().err == "error: no such key\n"
+
+
+def test_a_group_of_one_is_not_asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """vLLM makes a default group in a single process; on a GPU it has NCCL alone and refuses tensors of the CPU."""
+
+    def refuse(*_: object, **__: object) -> None:
+        raise AssertionError("a collective on a group of one")
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        monkeypatch.setattr(dist, "all_reduce", refuse)
+        monkeypatch.setattr(dist, "barrier", refuse)
+        assert agree(True) and not agree(False) and not has_peers()
+        Checkpointer(tmp_path, CheckpointSettings(), "").wait()
+    finally:
+        dist.destroy_process_group()
