@@ -17,6 +17,8 @@ behind them where there are several:
     time         of all steps, evaluation included
 """
 
+import math
+import statistics
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -46,6 +48,7 @@ def measure(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
     return {
         "reward_first": mean(rewards[:EDGE_STEPS]),
         "reward_last": mean(rewards[-EDGE_STEPS:]),
+        "truncated_last": mean(values("response/truncated_frac")[-PEAK_STEPS:]),
         "reward_peak": max((mean(part) for part in windows(rewards, PEAK_STEPS)), default=float("nan")),
         "pass_at_1": scores[-1] if scores else float("nan"),
         "gap_mean": mean(values("mismatch/logprob_abs_mean")),
@@ -71,6 +74,24 @@ def cut(runs: Sequence[Run], at: int = 0) -> tuple[int, dict[Run, list[dict[str,
             f"no run has step {last}; the longest one has {max(r[-1]['step'] for r in rows_of_runs.values())}"
         )
     return last, {run: [row for row in rows if row["step"] <= last] for run, rows in kept.items()}
+
+
+def paired(runs: Sequence[Run]) -> dict[str, list[dict[str, float]]]:
+    """ "A - B" -> for each seed of both arms, the mean difference of their rewards over all steps that both have, with
+    its standard error. The runs of a seed see the same prompts in the same steps, which varies more than most arms do.
+    """
+    rewards = {(run.arm, run.seed): [row["reward/mean"] for row in run.rows()] for run in runs}
+    result: dict[str, list[dict[str, float]]] = {}
+    for (a, seed), of_a in rewards.items():
+        for (b, other), of_b in rewards.items():
+            count = min(len(of_a), len(of_b))
+            if a == b or seed != other or f"{b} - {a}" in result or count < 2:
+                continue
+            differences = [x - y for x, y in zip(of_a, of_b, strict=False)]
+            error = statistics.stdev(differences) / math.sqrt(count)
+            entry = {"seed": seed, "steps": count, "mean": statistics.fmean(differences), "error": error}
+            result.setdefault(f"{a} - {b}", []).append(entry)
+    return result
 
 
 def summarize(runs: Sequence[Run], measured: Sequence[dict[str, float]]) -> dict[str, dict[str, dict[str, float]]]:
@@ -163,6 +184,7 @@ def compare(path: Path, runs: Sequence[Run], arms: Sequence[Arm], about: dict[st
             for run, m in zip(kept, measured, strict=True)
         ],
         "left_out": {run.out.name: run.rows()[-1]["step"] for run in runs if run not in rows},
+        "paired": paired(kept),
         "curves": curves.collect([run.out for run in kept], last),
         "table": text,
     }

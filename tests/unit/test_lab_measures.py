@@ -103,6 +103,10 @@ def test_runs_of_different_length_are_compared_at_one_step(tmp_path):
     assert last == 8 and {run.arm: len(of_run) for run, of_run in rows.items()} == {"bf16": 8}
     shown = recipes.compare(tmp_path / "recipes.json", runs, [Arm.recipe("bf16"), Arm.recipe("quads")], {}, at=8)
     data = json.loads((tmp_path / "recipes.json").read_text())
+    assert data["paired"] == {}  # one arm is left
+    recipes.compare(tmp_path / "recipes.json", runs, [Arm.recipe("bf16"), Arm.recipe("quads")], {})
+    same_steps = json.loads((tmp_path / "recipes.json").read_text())["paired"]
+    assert same_steps == {"bf16 - quads": [{"seed": 0, "steps": 4, "mean": 0.0, "error": 0.0}]}
     assert set(data["runs"][0]["made"]) == {"started", "commit", "machine"}
     assert data["left_out"] == {"quads_seed0": 4} and "left out: quads_seed0 with 4 steps" in shown
     assert max(data["curves"]["bf16"]["curves"]["reward/mean"]["steps"]) == 8

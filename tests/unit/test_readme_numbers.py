@@ -8,7 +8,10 @@ import pytest
 
 from tests.helpers import REPOSITORY
 
-TABLES = {"docs/evidence/tiny/recipes.json": "What it shows"}  # JSON -> the sentence of the README above its table
+TABLES = {  # JSON -> the words of the README above its table
+    "docs/evidence/tiny/recipes.json": "What it shows",
+    "docs/evidence/smollm2/recipes.json": "Real weights",
+}
 NUMBER = re.compile(r"\d+(?:\.\d+)?(?:e-?\d+)?")
 
 
