@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from quads.rl import evaluate
+from tests.helpers import run_torchrun
 from tests.tiny_run import CONFIG, make_world, options, train_rows
 
 ROLLOUTS = ("bf16", "w4a4", "w4a4_residual")
@@ -45,6 +46,17 @@ def test_each_precision_gives_what_it_gives_alone(
     assert "experts w13 (gate, up)" in printed.split("rollout bf16")[0]  # the banner of each precision came first
     assert printed.count("layer group") == 3
     assert not (tmp_path / "none").exists()  # evaluating makes no run
+
+
+def test_two_processes_judge_the_same(world: Path, tmp_path: Path) -> None:
+    """An odd number of prompts, so that shares differ; results in the order of the test set."""
+    alone = judge(world, tmp_path / "one.json", "--rollouts", "bf16,w4a4", prompts=7)
+    settings = options(train__out=tmp_path / "none", eval__prompts=7, eval__samples=4)
+    inputs = ["--config", str(world), "--checkpoint", str(world.parent / "run"), "--rollouts", "bf16,w4a4"]
+    command = ["-m", "quads.rl.evaluate", *inputs, "--out", str(tmp_path / "two.json"), *settings]
+    result = run_torchrun(command, num_processes=2)
+    assert result.returncode == 0, result.stderr
+    assert json.loads((tmp_path / "two.json").read_text())["results"] == alone
 
 
 @pytest.mark.parametrize(
