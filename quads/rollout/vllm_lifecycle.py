@@ -66,7 +66,8 @@ def make_group_of_one(device: torch.device) -> None:
     asks for a backend of the CPU in it.
     """
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    store = dist.TCPStore("localhost", 0, world_size=1, is_master=True)
+    dist.init_process_group(backend, store=store, rank=0, world_size=1)
 
 
 def close(llm: Any, keep_default_group: bool) -> None:
