@@ -51,6 +51,7 @@ def measure(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
         "truncated_last": mean(values("response/truncated_frac")[-PEAK_STEPS:]),
         "reward_peak": max((mean(part) for part in windows(rewards, PEAK_STEPS)), default=float("nan")),
         "pass_at_1": scores[-1] if scores else float("nan"),
+        "pass_at_1_best": max(scores, default=float("nan")),
         "gap_mean": mean(values("mismatch/logprob_abs_mean")),
         "gap_max": max(gaps, default=float("nan")),
         "kl_k3": mean(values("mismatch/kl_k3")),

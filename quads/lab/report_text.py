@@ -24,7 +24,7 @@ in the learner. This page measures each claim on one checkpoint: responses are s
 asked for the log-probs of the same tokens.
 """
 
-COLLAPSED = 0.5  # of the best mean reward of some neighbouring steps: what is called a collapse
+COLLAPSED = 0.5  # of the best held-out score of the run: what is called a collapse
 
 
 @dataclass(frozen=True)
@@ -43,9 +43,9 @@ def _recipes(data: dict[str, Any]) -> str:
     gaps = ", ".join(f"{name} {number(summary[name]['gap_mean']['mean'])}" for name in summary)
     text = f"Held-out score at the end, best first: {scores}. Mean gap during training: {gaps}."
     for name, arm in summary.items():
-        peak, last = (arm.get(key, {}).get("mean") for key in ("reward_peak", "reward_last"))
-        if peak is not None and last < COLLAPSED * peak:
-            text += f" The reward of {name} collapses: from {peak:.3f} at its best to {last:.3f} at the end."
+        best, last = (arm.get(key, {}).get("mean") for key in ("pass_at_1_best", "pass_at_1"))
+        if best is not None and last < COLLAPSED * best:
+            text += f" The score of {name} collapses: from {best:.3f} at its best to {last:.3f} at the end."
     return text
 
 

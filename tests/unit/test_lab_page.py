@@ -60,3 +60,13 @@ def test_every_analysis_has_words_and_an_empty_folder_is_an_error(tmp_path):
     assert set(TEXTS) == {*report.TRAININGS, *report.ANALYSES}
     with pytest.raises(UserError, match="holds no results"):
         report.main(["--only-page", "--out", str(tmp_path)])
+
+
+def test_a_collapse_is_said():
+    def arm(best: float, last: float) -> dict:
+        return {
+            key: {"mean": value} for key, value in (("pass_at_1_best", best), ("pass_at_1", last), ("gap_mean", 0.1))
+        }
+
+    text = TEXTS["recipes"].reading({"summary": {"naive": arm(0.4, 0.19), "quads": arm(0.4, 0.3)}})
+    assert "The score of naive collapses: from 0.400 at its best to 0.190" in text and "quads collapses" not in text
