@@ -152,14 +152,33 @@ def sharing_groups(model: nn.Module, targets: tuple[str, ...]) -> list[Group]:
     return list(groups.values())
 
 
-def pack_group(group: Group, weights: str, mode: nvfp4.GlobalScaleMode) -> Iterator[tuple[str, QuantizedTensor]]:
-    """(name, quantized bf16(master)) of each member. `weights`: "nvfp4" or "fp8" (which shares nothing)."""
+Scales = tuple[Tensor, Tensor]  # (g, gs): [] for linears, [E, 1, 1] for experts
+
+
+def group_scales(groups: list[Group], mode: nvfp4.GlobalScaleMode) -> list[Scales]:
+    """The NVFP4 global scales of each group, those of equal shape made at once: one by one, launches take longest."""
+    amaxes = [
+        torch.stack([weight_amax(master.detach(), cast=True) for _, master in group.parameters()]).amax(0)
+        for group in groups
+    ]
+    scales: dict[int, Scales] = {}
+    for shape in {amax.shape for amax in amaxes}:
+        chosen = [i for i, amax in enumerate(amaxes) if amax.shape == shape]
+        g, gs = nvfp4.global_scale(torch.stack([amaxes[i] for i in chosen]), mode)
+        scales |= dict(zip(chosen, zip(g.unbind(0), gs.unbind(0), strict=True), strict=True))
+    return [scales[i] for i in range(len(groups))]
+
+
+def pack_group(
+    group: Group, weights: str, mode: nvfp4.GlobalScaleMode, scales: Scales | None = None
+) -> Iterator[tuple[str, QuantizedTensor]]:
+    """(name, quantized bf16(master)) of each member. `weights`: "nvfp4" or "fp8" (which shares nothing). scales: from
+    `group_scales`, where they are known."""
     if weights == "fp8":
         for name, master in group.parameters():
             yield name, Float8BlockTensor.from_hp(master.detach().bfloat16(), mode)
         return
-    amaxes = [weight_amax(master.detach(), cast=True) for _, master in group.parameters()]
-    g, gs = nvfp4.global_scale(torch.stack(amaxes).amax(0), mode)
+    g, gs = scales or group_scales([group], mode)[0]
     for name, master in group.parameters():
         packed, block_scale, _ = quantize(master.detach(), g, mode, gs, cast=True)
         yield name, NVFP4Tensor(packed, block_scale, g, master.shape[-1], torch.bfloat16, mode)
@@ -168,11 +187,14 @@ def pack_group(group: Group, weights: str, mode: nvfp4.GlobalScaleMode) -> Itera
 @torch.no_grad()
 def requantize(model: nn.Module) -> None:
     """Pack the weights of every quantization-aware layer, once. Call after each optimizer step and each load."""
-    for group in sharing_groups(model, TARGETS):
-        module = next(iter(group.members.values()))[0]
-        if not isinstance(module, QATModule) or module.weights == "bf16":
-            continue
-        for name, packed in pack_group(group, module.weights, module.mode):
+    modules = [module for module in model.modules() if isinstance(module, QATModule) and module.weights != "bf16"]
+    if not modules:
+        return
+    weights, mode = modules[0].weights, modules[0].mode  # `convert_learner` gives all the same
+    groups = [g for g in sharing_groups(model, TARGETS) if isinstance(next(iter(g.members.values()))[0], QATModule)]
+    scales = group_scales(groups, mode) if weights == "nvfp4" else [None] * len(groups)
+    for group, known in zip(groups, scales, strict=True):
+        for name, packed in pack_group(group, weights, mode, known):
             owner, leaf = group.members[name]
             assert isinstance(owner, QATModule)
             owner.packed[leaf] = packed

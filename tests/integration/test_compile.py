@@ -21,12 +21,12 @@ CONFIG = ModelConfig(
 
 def losses(compile: bool, recipe: str) -> list[tuple[float, float]]:
     """(loss, gradient norm) of three updates on batches of different lengths."""
-    model = MoEDecoder(CONFIG, torch.bfloat16)
+    model = MoEDecoder(CONFIG, torch.bfloat16)  # torch compiles grouped_mm in bf16 alone
     model.init_weights(torch.Generator().manual_seed(0))
     spec = resolve(QuantSettings(recipe=recipe))
     convert_learner(model, spec)
     parallelize(model, None, "full", compile)
-    learner = Learner(model, spec, OptimSettings(lr=1e-2, eps=1e-8), RLSettings(), 1.0, 10, 1)
+    learner = Learner(model, spec, OptimSettings(lr=1e-4, eps=1e-8), RLSettings(), 1.0, 10, 1)
     generator, result = torch.Generator().manual_seed(1), []
     for length in (24, 40, 17):
         tokens = torch.randint(64, (4, length), generator=generator).tolist()
@@ -42,6 +42,7 @@ def losses(compile: bool, recipe: str) -> list[tuple[float, float]]:
 def test_compiled_and_eager_layers_agree(recipe: str) -> None:
     eager, compiled = losses(False, recipe), losses(True, recipe)
     for (loss, norm), (compiled_loss, compiled_norm) in zip(eager, compiled, strict=True):
-        # A fused kernel keeps intermediates in fp32 that eager code rounds to bf16 (2**-9 relative each).
-        assert compiled_loss == pytest.approx(loss, rel=2e-2)
-        assert compiled_norm == pytest.approx(norm, rel=5e-2)
+        # A fused kernel keeps intermediates in fp32 that eager code rounds to bf16 (2**-9 relative each). Updates are
+        # small: Adam at 1e-2 makes whole steps of rounding noise, and a third norm 8 % apart (losses 0.2 %).
+        assert compiled_loss == pytest.approx(loss, rel=2e-3)
+        assert compiled_norm == pytest.approx(norm, rel=1e-2)
