@@ -6,7 +6,7 @@ Leaving a stage out gives wrong numbers at the right speed: a kernel's results o
 """
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
@@ -36,19 +36,6 @@ def remembered(module: Any, name: str) -> Iterator[None]:
 
 
 @contextmanager
-def tiles(change: Callable) -> Iterator[None]:
-    """Other launch configurations: change(layer, tile) -> tile."""
-    real = kernels.shape_class
-
-    def changed(*args):
-        row = real(*args)
-        return row._replace(tiles={layer: change(layer, tile) for layer, tile in row.tiles.items()})
-
-    with patch.object(kernels, "shape_class", changed):
-        yield
-
-
-@contextmanager
 def without_gemm(name: str) -> Iterator[None]:
     real = kernels._gemm
 
@@ -65,18 +52,12 @@ def as_it_is() -> Iterator[None]:
     yield
 
 
-def prefetch(*layers: str):
-    return tiles(lambda layer, tile: tile._replace(prefetch=layer in layers))
-
-
 def warps(count: int):
     return patch.object(kernels_quantize, "row_warps", lambda *args: count)
 
 
 STAGES = {
     "whole": as_it_is,
-    "prefetch w2": lambda: prefetch("w2"),
-    "prefetch both": lambda: prefetch("w13", "w2"),
     "no route": lambda: remembered(kernels, "route"),
     "no combine": lambda: remembered(kernels, "combine"),
     "no select": lambda: remembered(kernels_quantize, "select"),

@@ -81,8 +81,6 @@ def arguments(layer: str, tokens: int, bm: int, tile: Tile, residual: bool) -> d
         "SCALED": True,
         "RESIDUAL": residual,
         "SPLIT": tile.split,
-        "MAPPED": layer == "w2",
-        "PREFETCH": layer == "w2" and tile.prefetch,
         "ASM": True,
         "launch_pdl": pairs >= EXPERTS if routed else tokens <= 16,
         "num_warps": tile.warps,
@@ -121,9 +119,7 @@ def measure(layer: str, tokens: int, bm: int, tile: Tile, residual: bool, weight
     def call(i: int) -> None:
         weight = weights[i % len(weights)]
         if routed:
-            kernels._gemm(
-                operand, weight, out, layer, row, "", blocks, tokens * TOP_K, routings[i], TOP_K, layer == "w2"
-            )
+            kernels._gemm(operand, weight, out, layer, row, "", blocks, tokens * TOP_K, routings[i], TOP_K)
         else:
             kernels._gemm(operand, weight, out, "dense", row, "", blocks, tokens)
 

@@ -118,9 +118,8 @@ def _gemm(
     n_rows: int,
     routing: Routing | None = None,
     top_k: int = 1,
-    mapped: bool = False,
 ) -> None:
-    """Launch one GEMM of either path. mapped: the routing map is complete whenever this kernel starts."""
+    """Launch one GEMM of either path."""
     mode = {"w13": "gather", "w2": "scatter"}.get(layer, "dense")
     if weight.path == "native_fp4":
         kernels_native.launch(operand, weight, out, mode, row.bm, blocks, n_rows, routing, top_k)
@@ -157,8 +156,6 @@ def _gemm(
             SCALED=operand.scale is not None,
             RESIDUAL=operand.residual,
             SPLIT=split,
-            MAPPED=mapped,
-            PREFETCH=mapped and choice.prefetch,
             ASM=compiled(),
             num_warps=choice.warps,
             num_stages=choice.stages,
@@ -220,17 +217,13 @@ def moe(
 
     hidden = torch.empty(blocks * row.bm, w13.hidden_width, dtype=torch.bfloat16, device=x_TH.device)
     operand = _operand(x_TH, w13, at["w13"], compensation, live, after_route=True)
-    # Channel selection ends with a kernel that lets the next one start only after its own wait (kernels_select.py), so
-    # the map is older than whatever follows it. Without selection only one kernel lies between, which waits at its end.
-    selected = operand.residual and selection != "token"
-    _gemm(operand, w13, hidden, "w13", row, name, blocks, pairs, routing, top_k, mapped=selected)
+    _gemm(operand, w13, hidden, "w13", row, name, blocks, pairs, routing, top_k)
 
     live_slots = (routing.rows < pairs).view(torch.uint8) if at["w2"] == "w4a4_residual" else None
     stored = w2.path == "decoded"
     operand = _operand(hidden, w2, at["w2"], compensation, live_slots, stored, (routing.rows, pairs))
     y = torch.empty(pairs, w2.n, dtype=torch.bfloat16, device=x_TH.device)
-    # The w13 GEMM called start_next after its own wait, so the map is complete for all that follows.
-    _gemm(operand, w2, y, "w2", row, name, blocks, pairs, routing, mapped=True)
+    _gemm(operand, w2, y, "w2", row, name, blocks, pairs, routing)
     return combine(y, topk_ids_TA, topk_weights_TA, w13.experts, live)
 
 

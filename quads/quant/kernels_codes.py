@@ -9,13 +9,20 @@ computes the scale once, and packs eight codes into a word as it rounds:
 Each rn is one addition to 1.5 * 2**23, whose low bits then are the integer (ties to even); the three lines meet where
 E2M1's spacing doubles. The bits are those of `nvfp4.quantize`.
 
+The inline PTX takes the four words of a half block as they lie in one thread, so Triton must lay a [NB, 4] tile out
+with the four columns in one thread. It does if addresses are known to be multiples of 16 bytes (they are formed as
+multiples of a block) and there are as many blocks as threads: `whole_blocks` and `launch_shape`, and a test that reads
+the layouts of the compiled kernels.
+
 Legend: NB blocks, a word is two neighbouring values, the first in its low half.
 """
 
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
-from quads.quant.kernels_math import INF_BITS, abs_bits, block_factors, e2m1_round, pow2_scale, with_sign
+from quads.quant.kernels_math import INF_BITS, block_factors, e2m1_round, pow2_scale, with_sign
 
 _BLOCK_MAX = tl.constexpr(
     """
@@ -119,16 +126,6 @@ def finite_max(words):
 
 
 @triton.jit
-def quarters_max(a, b, c, d, FINITE: tl.constexpr):
-    """Bits of the largest |x| of each block, int32 [NB], of four fp32 tiles [NB, 4]; FINITE: of the finite ones."""
-    a, b, c, d = abs_bits(a), abs_bits(b), abs_bits(c), abs_bits(d)
-    if FINITE:
-        a, b = tl.where(a >= INF_BITS, 0, a), tl.where(b >= INF_BITS, 0, b)
-        c, d = tl.where(c >= INF_BITS, 0, c), tl.where(d >= INF_BITS, 0, d)
-    return tl.max(tl.maximum(tl.maximum(a, b), tl.maximum(c, d)), axis=1)
-
-
-@triton.jit
 def encode_words(words, inv, dead, ASM: tl.constexpr):
     """int32 words [NB, 4] -> uint8 [NB, 4], two codes a byte. inv: fp32 [NB], element factor; dead: int1 [NB], blocks
     that hold code 0 only (scale 0 or NaN)."""
@@ -167,12 +164,13 @@ def row_factors(first, second, ASM: tl.constexpr):
     return byte, scale, inv, g
 
 
-@triton.jit
-def residuals(words, inv, scale, g):
-    """R = fl(Q_A(x) - x) of both values of each word, fp32 [NB, 4] each. Never -0.0: x is not, and where a nonzero x
-    rounds to zero, R has its size."""
-    low, high = halves(words)
-    low, high = low + 0.0, high + 0.0
-    low_value = with_sign(e2m1_round(tl.abs(low) * inv[:, None]), low) * scale[:, None]
-    high_value = with_sign(e2m1_round(tl.abs(high) * inv[:, None]), high) * scale[:, None]
-    return low_value * g - low, high_value * g - high
+def whole_blocks(x_RK: Tensor, k: int) -> bool:
+    """Whether the kernels that give a block to a thread can read the first k columns of these rows."""
+    strides = all(stride % 16 == 0 for stride in x_RK.stride()[:-1])
+    return x_RK.dtype == torch.bfloat16 and k % 16 == 0 and strides and x_RK.data_ptr() % 16 == 0
+
+
+def launch_shape(blocks: int, per_thread: int, most: int = 2**20) -> tuple[int, int]:
+    """(NB, num_warps) for this many blocks of a program, up to `most`: at least one block for each thread."""
+    nb = min(max(triton.next_power_of_2(blocks), 32), most)
+    return nb, min(max(nb // (32 * per_thread), 1), 8)

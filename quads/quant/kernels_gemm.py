@@ -77,27 +77,6 @@ def start_next(ASM: tl.constexpr):
         gdc_launch_dependents()
 
 
-_PREFETCH = tl.constexpr(
-    """
-{
-.reg .pred p;
-.reg .b32 t;
-mov.u32 t, %tid.x;
-setp.eq.u32 p, t, 0;
-@p cp.async.bulk.prefetch.L2.global [$1], $2;
-mov.u32 $0, t;
-}
-"""
-)
-
-
-@triton.jit
-def prefetch(ptr, BYTES: tl.constexpr):
-    """One thread asks for BYTES (a multiple of 16) bytes from `ptr` on to be brought into the L2 cache."""
-    size = tl.full((), BYTES, tl.int32)
-    tl.inline_asm_elementwise(_PREFETCH, "=r,l,r", [ptr.to(tl.int64), size], tl.int32, is_pure=False, pack=1)
-
-
 @triton.jit
 def to_bf16(x, ASM: tl.constexpr):
     """fp32 -> bfloat16, round to nearest even (the interpreter's own cast truncates)."""
@@ -187,8 +166,6 @@ def w4_gemm_kernel(
     SCALED: tl.constexpr,
     RESIDUAL: tl.constexpr,
     SPLIT: tl.constexpr,
-    MAPPED: tl.constexpr,
-    PREFETCH: tl.constexpr,
     ASM: tl.constexpr,
 ):
     """One [BN, BM] tile of W x^T.
@@ -199,8 +176,6 @@ def w4_gemm_kernel(
     SPLIT > 1 ("dense"): each of SPLIT programs sums its share of K and writes fp32 to out[part]; see `sum_parts`.
     rows[slot] >= n_rows marks a padding slot; expert[block] < 0 an unused block. SCALED: x_scale holds a fp32 factor a
     row. RESIDUAL: x and x_scale hold 2R rows, main then residual, R = the rows of main (n_rows / TOP_K, or the slots).
-    MAPPED: the routing map was complete when this kernel was launched, though the kernel before may still run.
-    PREFETCH (with MAPPED): while that one runs, this program's weights are brought into the L2 cache.
     """
     MB: tl.constexpr = 2 * BM if RESIDUAL else BM
     CW: tl.constexpr = 32 * KSTEP
@@ -214,18 +189,13 @@ def w4_gemm_kernel(
     slot = block * BM + column % BM
     expert = 0
     target = slot
-    if MAPPED:
+    if MODE == "scatter":
+        # The routing map is complete: the "gather" GEMM called start_next after its own wait.
         expert = tl.load(expert_ptr + block)
         target = tl.load(rows_ptr + slot)
-        if PREFETCH and ASM:
-            if expert >= 0:
-                first = (expert.to(tl.int64) * NB + n0 // 128) * KB
-                for k in range(KB):
-                    prefetch(w_ptr + (first + k) * 4096 + n0 % 128 * 32, BN * 64)
-                    prefetch(s_ptr + (first + k) * 1024 + n0 % 128 * 8, BN * 8)
     wait_for_previous(ASM)
     start_next(ASM)
-    if MODE == "gather" and not MAPPED:
+    if MODE == "gather":
         expert = tl.load(expert_ptr + block)
         target = tl.load(rows_ptr + slot)
     if expert < 0:

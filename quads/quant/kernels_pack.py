@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from quads.quant import nvfp4
-from quads.quant.kernels_codes import encode_words, word_block_max
+from quads.quant.kernels_codes import encode_words, launch_shape, whole_blocks, word_block_max
 from quads.quant.kernels_gemm import to_bf16
 from quads.quant.kernels_math import (
     INF_BITS,
@@ -185,8 +185,8 @@ def _launch(
         byte = torch.empty(*shape, w.shape[-1] // 16, dtype=torch.uint8, device=w.device) if pack else w
     value = w if dtype is None else torch.empty(w.shape, dtype=dtype, device=w.device)
     blocks = size // 16
-    if pack and rows is None and w.dtype == torch.bfloat16:
-        nb = min(triton.next_power_of_2(blocks), 256)
+    if pack and rows is None and whole_blocks(w, w.shape[-1]):
+        nb, warps = launch_shape(blocks, 2, 256)
         pack_kernel[(triton.cdiv(blocks, nb), experts)](
             w.view(torch.int32),
             g_E,
@@ -196,7 +196,7 @@ def _launch(
             blocks,
             NB=nb,
             ASM=compiled(),
-            num_warps=max(min(nb // 32, 4), 1),
+            num_warps=warps,
             enable_fp_fusion=False,
         )
         return packed, byte, value, g

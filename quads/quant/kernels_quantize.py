@@ -11,17 +11,20 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quads.quant.kernels_codes import encode_pairs, encode_words, quarters_max, residuals, row_factors
+from quads.quant.kernels_codes import (
+    encode_words,
+    launch_shape,
+    row_factors,
+    whole_blocks,
+)
 from quads.quant.kernels_gemm import start_next, wait_for_previous
 from quads.quant.kernels_layout import padded
 from quads.quant.kernels_math import (
     INF_BITS,
     abs_bits,
-    block_factors,
     compiled,
     keep_top,
     pack_tile,
-    pow2_scale,
     quantize_tile,
     store_values,
     tile_columns,
@@ -145,7 +148,7 @@ def row_codes_kernel(
     ASM: tl.constexpr,
 ):
     """`rows_kernel` with CODES and no residual, of bfloat16 rows of whole blocks (x_ptr: int32 words of two values,
-    rows stride_x words apart), a block a thread: see kernels_codes.py."""
+    rows stride_x blocks apart), a block a thread: see kernels_codes.py."""
     start_next(ASM)
     row = tl.program_id(0).to(tl.int64)
     target = row
@@ -158,7 +161,7 @@ def row_codes_kernel(
             return
     block = tl.arange(0, NB)
     inside = (block < blocks)[:, None]
-    words = x_ptr + row * stride_x + block[:, None] * 8 + tl.arange(0, 4)[None, :]
+    words = x_ptr + (row * stride_x + block)[:, None] * 8 + tl.arange(0, 4)[None, :]
     first = tl.load(words, mask=inside, other=0)
     second = tl.load(words + 4, mask=inside, other=0)
     byte, _, inv, g = row_factors(first, second, ASM)
@@ -170,59 +173,6 @@ def row_codes_kernel(
     tl.store(byte_ptr + row * blocks + block, byte.to(tl.uint8), mask=block < blocks)
     if AFTER_ROUTE:
         wait_for_previous(ASM)
-
-
-@triton.jit
-def pair_codes_kernel(
-    x_ptr,
-    mask_ptr,
-    packed_ptr,
-    byte_ptr,
-    scale_ptr,
-    T,
-    blocks,
-    stride_x,
-    NB: tl.constexpr,
-    MASKED: tl.constexpr,
-    ASM: tl.constexpr,
-):
-    """Packed Q_A(x) and Q_A(R) of one bfloat16 row of whole blocks, a block a thread. mask_ptr: int16, the mask bytes
-    of two channels, which are applied to Q_A(R) if MASKED. Outputs: T rows of x, then T rows of R."""
-    start_next(ASM)
-    wait_for_previous(ASM)
-    row = tl.program_id(0).to(tl.int64)
-    block = tl.arange(0, NB)
-    word = block[:, None] * 8 + tl.arange(0, 4)[None, :]
-    inside = (block < blocks)[:, None]
-    first = tl.load(x_ptr + row * stride_x + word, mask=inside, other=0)
-    second = tl.load(x_ptr + row * stride_x + word + 4, mask=inside, other=0)
-    byte, scale, inv, g = row_factors(first, second, ASM)
-    dead = (byte == 0) | (byte == 0x7F)
-    tl.store(scale_ptr + row, g)
-    pairs = packed_ptr + row * blocks * 8 + word
-    tl.store(pairs, encode_words(first, inv, dead, ASM), mask=inside)
-    tl.store(pairs + 4, encode_words(second, inv, dead, ASM), mask=inside)
-    tl.store(byte_ptr + row * blocks + block, byte.to(tl.uint8), mask=block < blocks)
-
-    a, b = residuals(first, inv, scale, g)
-    c, d = residuals(second, inv, scale, g)
-    block_max = quarters_max(a, b, c, d, False)
-    amax = tl.max(block_max)
-    if amax >= INF_BITS:
-        amax = tl.max(quarters_max(a, b, c, d, True))
-    g, gs = pow2_scale(amax)
-    byte, _, inv = block_factors(block_max, g, gs)
-    dead = (byte == 0) | (byte == 0x7F)
-    tl.store(scale_ptr + T + row, g)
-    if MASKED:
-        kept = tl.load(mask_ptr + word, mask=inside, other=0).to(tl.int32)
-        a, b = tl.where((kept & 0xFF) != 0, a, 0.0), tl.where((kept & 0xFF00) != 0, b, 0.0)
-        kept = tl.load(mask_ptr + word + 4, mask=inside, other=0).to(tl.int32)
-        c, d = tl.where((kept & 0xFF) != 0, c, 0.0), tl.where((kept & 0xFF00) != 0, d, 0.0)
-    pairs = packed_ptr + (T + row) * blocks * 8 + word
-    tl.store(pairs, encode_pairs(a, b, inv, dead), mask=inside)
-    tl.store(pairs + 4, encode_pairs(c, d, inv, dead), mask=inside)
-    tl.store(byte_ptr + (T + row) * blocks + block, byte.to(tl.uint8), mask=block < blocks)
 
 
 @triton.jit
@@ -307,10 +257,11 @@ def quantize_activations(
     )
     scale = torch.empty(count, dtype=torch.float32, device=device)
     block_scale = torch.empty(count, width // 16, dtype=torch.uint8, device=device) if codes else None
-    whole_words = x_RK.dtype == torch.bfloat16 and k % 16 == 0 and x_RK.stride(0) % 2 == x_RK.storage_offset() % 2 == 0
-    if codes and compensation is None and not stored and whole_words:
+    by_block = codes and not stored and whole_blocks(x_RK, k)
+    if by_block and compensation is None:
         assert block_scale is not None
         blocks = k // 16
+        nb, warps = launch_shape(blocks, 1 if rows < 1024 else 4)
         row_codes_kernel[(rows,)](
             x_RK.view(torch.int32),
             data,
@@ -319,12 +270,12 @@ def quantize_activations(
             scale if slots is None else slots[0],
             0 if slots is None else slots[1],
             blocks,
-            x_RK.stride(0) // 2,
-            NB=triton.next_power_of_2(blocks),
+            x_RK.stride(0) // 16,
+            NB=nb,
             HAS_SLOTS=slots is not None,
             AFTER_ROUTE=after_route,
             ASM=compiled(),
-            num_warps=min(max(blocks // (32 if rows < 1024 else 128), 1), 8),
+            num_warps=warps,
             enable_fp_fusion=False,
             launch_pdl=compiled(),
         )
@@ -341,26 +292,6 @@ def quantize_activations(
             after_route = False
         elif codes:
             mask = torch.empty(rows, k, dtype=torch.uint8, device=device)
-    if mode == "mask" and codes and not (stored or slots) and whole_words:
-        assert mask is not None
-        blocks = k // 16
-        pair_codes_kernel[(rows,)](
-            x_RK.view(torch.int32),
-            mask.view(torch.int16),
-            data,
-            block_scale,
-            scale,
-            rows,
-            blocks,
-            x_RK.stride(0) // 2,
-            NB=triton.next_power_of_2(blocks),
-            MASKED=not whole,
-            ASM=compiled(),
-            num_warps=min(max(blocks // (32 if rows < 1024 else 64), 1), 8),
-            enable_fp_fusion=False,
-            launch_pdl=compiled(),
-        )
-        return Operand(data, scale, block_scale, True), mask
     unused = scale
     rows_kernel[(rows,)](
         x_RK,

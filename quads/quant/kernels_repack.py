@@ -98,7 +98,7 @@ def quantize_repack_kernel(
 ):
     """ROWS rows of one [128, 128] tile of one expert, bfloat16 -> stored words and scale bytes, a block a thread.
 
-    x_ptr: int32 words of two values, strides in words. order_ptr: as in `repack_kernel`. g, gs: fp32 [E], global scale
+    x_ptr: int32 words of two values, strides in blocks. order_ptr: as in `repack_kernel`. g, gs: fp32 [E], global scale
     and its encode scale.
     """
     B: tl.constexpr = ROWS * 8
@@ -111,7 +111,8 @@ def quantize_repack_kernel(
     group = block % 8
     row = tl.load(order_ptr + (tile // KB % NB) * 128 + stored)
     inside = ((row < N) & (kb * 128 + group * 16 < K))[:, None]
-    at = (expert * stride_e + row.to(tl.int64) * stride_n + kb * 64 + group * 8)[:, None] + tl.arange(0, 4)[None, :]
+    source = expert * stride_e + row.to(tl.int64) * stride_n + kb * 8 + group
+    at = source[:, None] * 8 + tl.arange(0, 4)[None, :]
     first = tl.load(x_ptr + at, mask=inside, other=0)
     second = tl.load(x_ptr + at + 4, mask=inside, other=0)
     byte, _, inv = block_factors(word_block_max(first, second, ASM), tl.load(g_ptr + expert), tl.load(gs_ptr + expert))
@@ -127,7 +128,7 @@ def quantize_repack_kernel(
 def quantize_repack(values: Tensor, g: Tensor, gs: Tensor, order: Tensor, words: Tensor, scales: Tensor) -> None:
     """`kernels_layout.tile(nvfp4.quantize(values, g))` into existing tensors, in one pass.
 
-    values: bf16 [E, N, K], K a multiple of 16, contiguous in N and K; g and gs: fp32 [E]; the rest as in `repack`.
+    values: bf16 [E, N, K] with `kernels_codes.whole_blocks`; g and gs: fp32 [E]; the rest as in `repack`.
     """
     experts, n, k = values.shape
     nb, kb = order.numel() // TILE, padded(k) // TILE
@@ -143,8 +144,8 @@ def quantize_repack(values: Tensor, g: Tensor, gs: Tensor, order: Tensor, words:
         k,
         nb,
         kb,
-        values.stride(0) // 2,
-        values.stride(1) // 2,
+        values.stride(0) // 16,
+        values.stride(1) // 16,
         ROWS=rows,
         ASM=compiled(),
         num_warps=4,

@@ -12,12 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quads.quant.kernels_codes import residuals, row_factors
 from quads.quant.kernels_gemm import start_next, wait_for_previous
 from quads.quant.kernels_math import INF_BITS, abs_bits, compiled, quantize_tile, tile_columns, values
-
-MANY_ROWS = 512
-"""Above, scores are computed a block a thread: more work in flight, more latency."""
 
 
 @triton.jit
@@ -59,58 +55,6 @@ def scores_kernel(
 
 
 @triton.jit
-def _add_squares(total, r, counts):
-    r64 = tl.where(counts & (abs_bits(r) < INF_BITS), r, 0.0).to(tl.float64)
-    return total + r64 * r64
-
-
-@triton.jit
-def word_scores_kernel(
-    x_ptr,
-    live_ptr,
-    partial_ptr,
-    T,
-    blocks,
-    stride_x,
-    ROWS: tl.constexpr,
-    NB: tl.constexpr,
-    HAS_LIVE: tl.constexpr,
-    AFTER_ROUTE: tl.constexpr,
-    ASM: tl.constexpr,
-):
-    """`scores_kernel` for bfloat16 rows of whole blocks, a block a thread (x_ptr: int32 words; kernels_codes.py)."""
-    start_next(ASM)
-    if not AFTER_ROUTE:
-        wait_for_previous(ASM)
-    block = tl.arange(0, NB)
-    word = block[:, None] * 8 + tl.arange(0, 4)[None, :]
-    inside = (block < blocks)[:, None]
-    a = tl.zeros((NB, 4), dtype=tl.float64)
-    b, c, d = a, a, a
-    first_row = tl.program_id(0) * ROWS
-    words = x_ptr + first_row.to(tl.int64) * stride_x + word
-    for row in range(first_row, tl.minimum(first_row + ROWS, T)):
-        first = tl.load(words, mask=inside, other=0)
-        second = tl.load(words + 4, mask=inside, other=0)
-        words += stride_x
-        _, scale, inv, g = row_factors(first, second, ASM)
-        counts = inside
-        if HAS_LIVE:
-            counts = inside & (tl.load(live_ptr + row) != 0)
-        low, high = residuals(first, inv, scale, g)
-        a, b = _add_squares(a, low, counts), _add_squares(b, high, counts)
-        low, high = residuals(second, inv, scale, g)
-        c, d = _add_squares(c, low, counts), _add_squares(d, high, counts)
-    out = partial_ptr + tl.program_id(0) * NB * 16 + word * 2
-    tl.store(out, a)
-    tl.store(out + 1, b)
-    tl.store(out + 8, c)
-    tl.store(out + 9, d)
-    if AFTER_ROUTE:
-        wait_for_previous(ASM)
-
-
-@triton.jit
 def reduce_kernel(
     partial_ptr, out_ptr, P, KP, BP: tl.constexpr, BU: tl.constexpr, GROUP: tl.constexpr, ASM: tl.constexpr
 ):
@@ -136,8 +80,8 @@ def rank_kernel(
 
     A unit is kept when fewer than `keep` others come before it: a larger score, or an equal one at a lower index.
     """
+    start_next(ASM)
     wait_for_previous(ASM)
-    start_next(ASM)  # after the wait: what follows may rely on the routing map, which `scores_kernel` waited for
     own = tl.program_id(0) * OWN + tl.arange(0, OWN)
     score = tl.load(score_ptr + own)
     CHUNK: tl.constexpr = UNITS if UNITS < 512 else 512
@@ -178,7 +122,7 @@ def clear_kernel(
     """Zeroes what `rank_kernel` would not mark, in place: COLUMNS neighbours of T rows that are stored in the GEMM's
     order (r_ptr: int16 [T, width]) per program."""
     wait_for_previous(ASM)
-    start_next(ASM)  # after the wait, as in `rank_kernel`
+    start_next(ASM)
     position = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     p = position % 128
     column = position - p + (p % 8) * 16 + ((p // 8) % 4) * 4 + p // 32
@@ -250,42 +194,23 @@ def select(
     per_program = 1 if rows <= 128 else 4 if rows <= 512 else max(8, triton.cdiv(rows, 1024))
     groups = triton.cdiv(rows, per_program)
     partial = torch.empty(groups, kp, dtype=torch.float64, device=x_RK.device)
-    whole_words = x_RK.dtype == torch.bfloat16 and k % 16 == 0 and x_RK.stride(0) % 2 == x_RK.storage_offset() % 2 == 0
-    if whole_words and not stored and rows > MANY_ROWS:
-        word_scores_kernel[(groups,)](
-            x_RK.view(torch.int32),
-            partial if live_R is None else live_R,
-            partial,
-            rows,
-            k // 16,
-            x_RK.stride(0) // 2,
-            ROWS=per_program,
-            NB=kp // 16,
-            HAS_LIVE=live_R is not None,
-            AFTER_ROUTE=after_route,
-            ASM=compiled(),
-            num_warps=min(max(kp // 1024, 1), 8),
-            enable_fp_fusion=False,
-            launch_pdl=compiled(),
-        )
-    else:
-        scores_kernel[(groups,)](
-            x_RK,
-            partial if live_R is None else live_R,
-            partial,
-            rows,
-            k,
-            x_RK.stride(0),
-            ROWS=per_program,
-            KP=kp,
-            STORED=stored,
-            HAS_LIVE=live_R is not None,
-            AFTER_ROUTE=after_route,
-            ASM=compiled(),
-            num_warps=min(max(kp // (512 if rows <= 512 else 1024), 1), 8),
-            enable_fp_fusion=False,
-            launch_pdl=compiled(),
-        )
+    scores_kernel[(groups,)](
+        x_RK,
+        partial if live_R is None else live_R,
+        partial,
+        rows,
+        k,
+        x_RK.stride(0),
+        ROWS=per_program,
+        KP=kp,
+        STORED=stored,
+        HAS_LIVE=live_R is not None,
+        AFTER_ROUTE=after_route,
+        ASM=compiled(),
+        num_warps=min(max(kp // (512 if rows <= 512 else 1024), 1), 8),
+        enable_fp_fusion=False,
+        launch_pdl=compiled(),
+    )
     group = 16 if by_block else 1
     score = _reduce(partial, group)
     units = score.numel()

@@ -20,15 +20,13 @@ NARROW = 2560
 
 
 class Tile(NamedTuple):
-    """bn weight rows, kstep * 128 columns a step, pipeline stages, warps, programs that share K (linear layers only),
-    and whether weights are prefetched while the kernel before still runs (experts only)."""
+    """bn weight rows, kstep * 128 columns a step, pipeline stages, warps, programs that share K (linear layers)."""
 
     bn: int
     kstep: int
     stages: int
     warps: int
     split: int = 1
-    prefetch: bool = False
 
 
 class ShapeClass(NamedTuple):

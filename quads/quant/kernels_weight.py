@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from quads.quant import nvfp4
+from quads.quant.kernels_codes import whole_blocks
 from quads.quant.kernels_layout import TILE, padded, row_order, untile
 from quads.quant.kernels_pack import quantize, weight_amax
 from quads.quant.kernels_repack import quantize_repack, repack
@@ -118,8 +119,8 @@ class KernelWeight:
             order = self.order if n == self.n else self.order[: padded(n)]
             tiles = slice(row // TILE, row // TILE + order.numel() // TILE)
             words, scales = (each[expert : expert + count, tiles] for each in (self.words, self.scales))
-            if values.dtype == torch.bfloat16:
-                quantize_repack(values.contiguous(), g, gs, order, words, scales)
+            if whole_blocks(values, k):
+                quantize_repack(values, g, gs, order, words, scales)
             else:
                 packed, block_scale, _ = quantize(values, g, mode, gs=gs)
                 repack(packed, block_scale.view(torch.uint8), order, words, scales)

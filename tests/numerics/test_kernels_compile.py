@@ -13,32 +13,42 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
 from quads.model.logprobs_triton import gradient_kernel, stats_kernel  # noqa: E402
+from quads.quant.kernels_codes import launch_shape  # noqa: E402
 from quads.quant.kernels_fp8 import fp8_quantize_kernel  # noqa: E402
 from quads.quant.kernels_gemm import w4_gemm_kernel  # noqa: E402
 from quads.quant.kernels_native import native_gemm_kernel  # noqa: E402
 from quads.quant.kernels_pack import pack_kernel, weight_kernel  # noqa: E402
-from quads.quant.kernels_quantize import pair_codes_kernel, row_codes_kernel, rows_kernel  # noqa: E402
+from quads.quant.kernels_quantize import row_codes_kernel, rows_kernel  # noqa: E402
 from quads.quant.kernels_repack import quantize_repack_kernel  # noqa: E402
-from quads.quant.kernels_select import word_scores_kernel  # noqa: E402
 
 ALIGNED = {"N", "K", "width", "stride_x", "stride_out"}
 
 
-def ptx(kernel, pointers, constants, capability, **options) -> str:
-    """PTX of a kernel; arguments that are neither pointers nor constants are int32."""
+WORDS = {"x_ptr": "*i32", "mask_ptr": "*i16", "packed_ptr": "*u8", "byte_ptr": "*u8", "scale_ptr": "*fp32"}
+WORDS |= {"g_ptr": "*fp32", "gs_ptr": "*fp32", "live_ptr": "*u8", "slots_ptr": "*i32", "partial_ptr": "*fp64"}
+WORDS |= {"order_ptr": "*i32", "words_ptr": "*i16", "scales_ptr": "*u8"}
+
+
+def compile_kernel(kernel, pointers, constants, capability, multiples, **options):
+    """A kernel compiled; arguments that are neither pointers nor constants are int32. multiples: those that are known
+    to be multiples of 16."""
     names = kernel.arg_names
     signature = {name: pointers.get(name, "constexpr" if name in constants else "i32") for name in names}
-    aligned = {(names.index(name),): [["tt.divisibility", 16]] for name in names if name in pointers or name in ALIGNED}
+    aligned = {(names.index(name),): [["tt.divisibility", 16]] for name in names if name in multiples}
     values = {(names.index(name),): value for name, value in constants.items()}
     source = ASTSource(kernel, signature, values, aligned)
-    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options).asm["ptx"]
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
 
 
-def gemm_ptx(mode, bm, bn, kstep, warps, residual=False, capability=90, prefetch=False):
+def ptx(kernel, pointers, constants, capability, **options) -> str:
+    return compile_kernel(kernel, pointers, constants, capability, {*pointers, *ALIGNED}, **options).asm["ptx"]
+
+
+def gemm_ptx(mode, bm, bn, kstep, warps, residual=False, capability=90):
     pointers = {"x_ptr": "*bf16", "x_scale_ptr": "*fp32", "w_ptr": "*i16", "s_ptr": "*u8", "g_ptr": "*fp32"}
     pointers |= {"rows_ptr": "*i32", "expert_ptr": "*i32", "out_ptr": "*bf16"}
     constants = {"TOP_K": 8, "BM": bm, "BN": bn, "KSTEP": kstep, "MODE": mode, "SCALED": True, "RESIDUAL": residual}
-    constants |= {"SPLIT": 1, "MAPPED": mode == "scatter" or prefetch, "PREFETCH": prefetch, "ASM": True}
+    constants |= {"SPLIT": 1, "ASM": True}
     return ptx(w4_gemm_kernel, pointers, constants, capability, num_warps=warps, num_stages=3)
 
 
@@ -59,12 +69,6 @@ def test_every_wgmma_is_waited_for_inside_the_loop():
     assert back and "wgmma.wait_group.sync.aligned \t0" in text[last_mma : last_mma + back.start()].replace(
         "aligned 0", "aligned \t0"
     )
-
-
-def test_weights_are_prefetched_before_the_wait():
-    for mode in ("gather", "scatter"):
-        text = gemm_ptx(mode, 8, 64, 2, 2, prefetch=True)
-        assert 0 < text.index("cp.async.bulk.prefetch.L2") < text.index("griddepcontrol.wait")
 
 
 def test_small_token_tiles_use_warp_mma():
@@ -97,20 +101,17 @@ def test_quantizers_divide_exactly_and_do_not_fuse(capability):
     weights = ptx(
         weight_kernel, pointers | {"value_ptr": "*bf16"}, constants, capability, num_warps=1, enable_fp_fusion=False
     )
-    words = {"x_ptr": "*i32", "mask_ptr": "*i16", "packed_ptr": "*u8", "byte_ptr": "*u8", "scale_ptr": "*fp32"}
-    words |= {"g_ptr": "*fp32", "gs_ptr": "*fp32", "live_ptr": "*u8", "slots_ptr": "*i32", "partial_ptr": "*fp64"}
-    words |= {"order_ptr": "*i32", "words_ptr": "*i16", "scales_ptr": "*u8"}
-    flags = {"HAS_LIVE": False, "HAS_SLOTS": False, "AFTER_ROUTE": False, "MASKED": True, "ASM": True}
+    flags = {"HAS_LIVE": False, "HAS_SLOTS": False, "AFTER_ROUTE": False, "ASM": True}
     by_block = [
         ptx(
             kernel,
-            {name: kind for name, kind in words.items() if name in kernel.arg_names},
+            {name: kind for name, kind in WORDS.items() if name in kernel.arg_names},
             {name: value for name, value in (flags | {"NB": 32, "ROWS": 16}).items() if name in kernel.arg_names},
             capability,
             num_warps=1,
             enable_fp_fusion=False,
         )
-        for kernel in (pack_kernel, row_codes_kernel, pair_codes_kernel, word_scores_kernel, quantize_repack_kernel)
+        for kernel in (pack_kernel, row_codes_kernel, quantize_repack_kernel)
     ]
     assert all("max.u16x2" in text for text in by_block)
     for text in (rows, weights, *by_block):
@@ -133,3 +134,21 @@ def test_loss_and_fp8_kernels_compile_for_hopper():
     for text in (gradient, stats, quantize):
         assert "div.rn.f32" in text and ".local" not in text
     assert "div.full" not in gradient + quantize
+
+
+@pytest.mark.parametrize(("blocks", "per_thread"), [(1, 1), (32, 2), (129, 1), (128, 4)])
+def test_a_thread_holds_the_words_of_its_blocks(blocks, per_thread):
+    """The inline PTX reads four neighbours of a [NB, 4] tile. With fewer elements than threads, or addresses of unknown
+    alignment, Triton spreads them over threads, and the codes are garbage: so it was at first, for small matrices."""
+    nb, warps = launch_shape(blocks, per_thread)
+    flags = {"HAS_LIVE": True, "HAS_SLOTS": False, "AFTER_ROUTE": False, "ASM": True, "NB": nb}
+    for kernel in (pack_kernel, row_codes_kernel, quantize_repack_kernel):
+        rows = {"ROWS": 32 if kernel is quantize_repack_kernel else 8}
+        constants = {name: value for name, value in (flags | rows).items() if name in kernel.arg_names}
+        pointers = {name: kind for name, kind in WORDS.items() if name in kernel.arg_names}
+        warps = 4 if kernel is quantize_repack_kernel else warps
+        compiled = compile_kernel(kernel, pointers, constants, 90, {"x_ptr"}, num_warps=warps, enable_fp_fusion=False)
+        text = compiled.asm["ttgir"]
+        layouts = dict(re.findall(r"^(#\w+) = #ttg\.blocked<\{sizePerThread = (\[[^\]]*\])", text, re.M))
+        used = re.findall(r"packed_element = 4.*?-> \(?tensor<\d+x4xi\d+, (#\w+)>", text, re.S)
+        assert used and {layouts[layout] for layout in used} == {"[1, 4]"}, (kernel, [layouts[each] for each in used])
