@@ -27,7 +27,8 @@ from quads.model.attention import PrefillContext, routing
 from quads.model.config import ModelConfig
 from quads.model.model import MoEDecoder
 from quads.quant.backend import choose_kernel
-from quads.quant.recipes import QuantSpec
+from quads.quant.linear import SiteSpec, product_dtype
+from quads.quant.recipes import SITES, QuantSpec
 from quads.quant.rollout import convert_rollout, load_weight, named_weights, weight_storage
 from quads.rollout.decode import Decoder, Size
 from quads.rollout.engine import OnGroup, check_request, ignore
@@ -197,7 +198,10 @@ def choose_graphs(
     if dtype != torch.bfloat16:
         return False, "eager (CUDA graphs need model.dtype = bfloat16: torch groups experts in fp32 on the host)"
     if spec.rollout != "bf16" and choose_kernel(kernel, device, spec.rollout) == "reference":
-        return False, f"eager (the reference kernel of {spec.rollout} is not captured)"
+        sites = {SiteSpec.of(spec, site) for site in SITES}
+        if any(product_dtype(site, dtype, device) != torch.bfloat16 for site in sites):
+            why = f"the reference kernel of {spec.rollout} multiplies in fp32, where torch groups experts on the host"
+            return False, f"eager ({why})"
     return True, "CUDA graphs, captured at the second step of each size"
 
 

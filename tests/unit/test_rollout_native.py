@@ -8,7 +8,7 @@ from quads.errors import UserError
 from quads.model.attention import PackedContext, routing
 from quads.quant.recipes import QuantSpec
 from quads.rollout.decode import Decoder, rounded
-from quads.rollout.native import NativeEngine
+from quads.rollout.native import NativeEngine, choose_graphs
 from quads.rollout.sync import sync
 from quads.types import Completion, Sampling
 from tests.helpers import assert_bitwise, assert_close
@@ -239,3 +239,18 @@ def test_groups_are_told_when_complete(slots: int, n: int) -> None:
     assert [told[prompt] for prompt in range(7)] == [[c.token_ids for c in group] for group in groups]
     order = list(told)
     assert order != sorted(order) or slots < 32  # a short answer is not held back by a longer one before it
+
+
+def test_what_is_captured_and_what_is_not_and_why() -> None:
+    cuda = torch.device("cuda")
+    for spec, kernel in (
+        (QuantSpec("nvfp4", "bf16", "w4a4_residual"), "reference"),
+        (QuantSpec("fp8", "fp8", "fp8", global_scale="amax"), "auto"),
+    ):
+        captured, why = choose_graphs(True, cuda, torch.bfloat16, spec, kernel)
+        assert not captured and why.startswith("eager (the reference kernel of")
+    assert choose_graphs(True, cuda, torch.float32, PLAIN, "auto")[1].startswith("eager (CUDA graphs need model.dtype")
+    assert choose_graphs(False, cuda, torch.bfloat16, PLAIN, "auto")[1] == "eager (rollout.cuda_graphs = false)"
+    assert choose_graphs(True, torch.device("cpu"), torch.bfloat16, PLAIN, "auto")[1] == "eager (no CUDA device)"
+    for precision in ("bf16", "fp8", "w16a4", "w4a16", "w4a4", "w4a4_residual"):
+        assert choose_graphs(True, cuda, torch.bfloat16, QuantSpec("bf16", "bf16", precision), "auto")[0]
