@@ -1,4 +1,4 @@
-"""The README's tables of training runs say what the published JSON says, digit by digit."""
+"""The tables of the README and of docs/evidence say what the published JSON says, digit by digit."""
 
 import json
 import re
@@ -15,9 +15,12 @@ TABLES = {  # JSON -> the words of the README above its table
 NUMBER = re.compile(r"\d+(?:\.\d+)?(?:e-?\d+)?")
 
 
-def rows_after(text: str) -> dict[str, list[str]]:
+EVIDENCE = "docs/evidence/README.md"
+
+
+def rows_after(text: str, page: str = "README.md") -> dict[str, list[str]]:
     """First column -> all numbers of the other columns, of the first table after `text`."""
-    lines = (REPOSITORY / "README.md").read_text(encoding="utf-8").partition(text)[2].splitlines()
+    lines = (REPOSITORY / page).read_text(encoding="utf-8").partition(text)[2].splitlines()
     first = next(i for i, line in enumerate(lines) if line.startswith("| --- "))
     rows = {}
     for line in lines[first + 1 :]:
@@ -57,6 +60,53 @@ def test_table_of_the_readme(file: str):
         values = expected(summary[name])
         assert len(printed) == len(values), (name, printed)
         assert all(map(agrees, printed, values)), (name, printed, values)
+
+
+def published(file: str) -> dict[str, Any]:
+    return json.loads((REPOSITORY / "docs" / "evidence" / file).read_text(encoding="utf-8"))
+
+
+def check(printed: list[str], values: list[float]) -> None:
+    assert len(printed) == len(values) and all(map(agrees, printed, values)), (printed, values)
+
+
+def test_scores_of_the_runs_on_smollm2():
+    data = published("smollm2/recipes.json")
+    rows = rows_after("## B.", EVIDENCE)
+    assert len(rows) == len(data["summary"])
+    for name, printed in rows.items():
+        arm = re.split(r"\W", name)[0]
+        summary, curves = data["summary"][arm], data["curves"][arm]["curves"]
+        truncated = 100 * summary["truncated_last"]["mean"]
+        check(printed, [*curves["eval/pass@1"]["mean"], summary["gap_mean"]["mean"], truncated])
+
+
+def test_residual_sites_at_equal_cost():
+    sets = [
+        {tuple(entry["sites"]): {row["selection"]: row["mean"] for row in entry["rows"]} for entry in of_cost["sets"]}
+        for of_cost in (published("smollm2/ratio_cost_5.json"), published("smollm2/ratio_cost.json"))
+    ]
+    every = ("w13", "w2", "qkv", "o")
+    for name, printed in rows_after("## C.", EVIDENCE).items():
+        name = name.replace(" (the paper's)", "").replace("q, k, v", "qkv")
+        sites = every if name == "all four" else tuple(name.split(", "))
+        check(printed, [means[sites][s] for means in sets if sites in means for s in ("batch", "token")])
+
+
+def test_selections_by_ratio():
+    for name, printed in rows_after("## E.", EVIDENCE).items():
+        model, selection = re.split(r"\W+", name)[:2]
+        entry = next(e for e in published(f"{model.lower()}/ratio.json")["sets"] if len(e["sites"]) == 4)
+        selection = selection.removesuffix("s")  # "blocks of 16"
+        check(printed, [row["mean"] for row in entry["rows"] if row["selection"] in ("none", selection)])
+
+
+def test_gaps_of_the_sides():
+    sides = {model: published(f"{model}/gap.json")["sides"] for model in ("tiny", "smollm2")}
+    rows = rows_after("| mean gap in nats (`gap.json`)", EVIDENCE)
+    pairs = [("w4a4", "no QDQ"), ("w4a4", "weight QDQ"), ("w4a4_residual", "weight QDQ"), ("w4a4", "both QDQ")]
+    for printed, (rollout, learner) in zip(rows.values(), pairs, strict=True):
+        check(printed, [sides[model][rollout][learner]["mean"] for model in ("tiny", "smollm2")])
 
 
 def test_rounding():
