@@ -30,6 +30,7 @@ KNOW_OTHER_PROCESSES = {
     "rollout/sync.py",
     "rollout/vllm_engine.py",  # vLLM's tensor-parallel groups span the trainer's processes
     "rollout/vllm_groups.py",
+    "rollout/vllm_lifecycle.py",  # makes the default group before vLLM would
 }
 
 
