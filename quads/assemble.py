@@ -90,16 +90,6 @@ class Parts:
         grading = self.grading(examples, truncated=True)
         return evaluate(self.engine.generate, grading, samples, sampling, seeds, gather)
 
-    def change_rollout(self, cfg: Config) -> None:
-        """Replace the engine by one of another [quant] rollout precision, with the learner's present weights."""
-        version, dtype = self.engine.policy_version, DTYPES[cfg.model.dtype]
-        self.engine.close()
-        self.cfg, self.spec = cfg, resolve(cfg.quant)
-        self.world.print(banner(self.spec, cfg.rollout.engine, cfg.rollout.kernel, self.world.device, dtype))
-        self.estimate = check_run_memory(cfg, self.model_config, self.spec, self.world)
-        self.engine = build_engine(cfg, self.model_config, self.spec, dtype, self.world.device)
-        self.sync(version)
-
     def close(self) -> None:
         self.rewards.close()
         self.engine.close()

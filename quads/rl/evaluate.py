@@ -4,24 +4,30 @@
         [--rollouts bf16,w4a4_residual] [--out eval.json]
 
 judges a checkpoint with the engine of the config, under the rollout precision of the config or under several side by
-side: with the same prompts and seeds, so that the difference to the first one has a standard error of its own.
+side: with the same prompts and seeds, so that the difference to the first one has a standard error of its own. Each of
+several is judged by a process of its own: vLLM does not give back all the memory of an engine that was closed.
 """
 
 import json
 import math
+import os
+import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from quads.config import load_config
+from quads.config import Config, load_config
 from quads.distributed import init_distributed
 from quads.errors import UserError, main_guard
 from quads.metrics import jsonable
 from quads.rl.grading import Grading
+from quads.rl.helpers import REPOSITORY
 from quads.types import Completion, Sampling
 
 OPTIONS = """usage: python -m quads.rl.evaluate --config FILE [--checkpoint RUN] [--rollouts LIST] [--out FILE]
@@ -171,7 +177,8 @@ def format_side_by_side(results: dict[str, list[EvalResult]]) -> str:
     title = "pass@1 side by side; a difference compares each prompt with itself"
     lines = [title, " ".join([f"{'source':<24} {'prompts':>7} {'samples':>7}", *head])]
     for rows in zip(*results.values(), strict=True):
-        cells = [f"{f'{r.pass_at_1:.4f} ± {r.standard_error:.4f}':>18}" for r in rows]
+        errors = [_standard_error(torch.tensor(r.pass_at_1_prompts)) for r in rows]
+        cells = [f"{f'{r.pass_at_1:.4f} ± {error:.4f}':>18}" for r, error in zip(rows, errors, strict=True)]
         base_P = torch.tensor(rows[0].pass_at_1_prompts)
         for r in rows[1:]:
             difference_P = torch.tensor(r.pass_at_1_prompts) - base_P
@@ -195,8 +202,6 @@ def take_option(argv: list[str], name: str) -> str:
 @main_guard
 def main(argv: list[str]) -> None:
     """Evaluate one checkpoint; see the module's docstring."""
-    from quads.assemble import build_parts  # joins rl and rollout: only a command may
-
     if {"--help", "-h"} & set(argv):
         print(OPTIONS)  # the keys of the config follow
     argv = list(argv)
@@ -208,26 +213,53 @@ def main(argv: list[str]) -> None:
         raise UserError(f"--out {out}: the folder does not exist; make it first")
     choices = [["--quant.rollout", name] for name in names] if rollouts else [[]]
     configs = [load_config([*argv, *choice]) for choice in choices]  # all of them are checked before anything runs
-    results: dict[str, list[EvalResult]] = {}
-    with init_distributed(configs[0].parallel, configs[0].train) as world:
-        parts = build_parts(configs[0], world, checkpoint=checkpoint)
-        if parts is None:  # --dry-run
-            return
-        try:
-            for cfg in configs:
-                if cfg is not configs[0]:
-                    parts.change_rollout(cfg)
-                results[parts.spec.rollout] = parts.evaluate(step=0)
-        finally:
-            parts.close()
-        for rollout, judged in results.items():
-            world.print(f"rollout {rollout}\n{format_table(judged)}")
-        if len(results) > 1:
-            world.print(format_side_by_side(results))
-        if out and world.is_main:
-            rows = [{"rollout": rollout, **asdict(r)} for rollout, judged in results.items() for r in judged]
+    if len(names) == 1:
+        rows = judge(configs[0], checkpoint)
+    else:
+        rows = [row for i, choice in enumerate(choices) for row in judge_apart([*argv, *choice], checkpoint, i)]
+    if rows and os.environ.get("RANK", "0") == "0":
+        if len(names) > 1:
+            print(format_side_by_side({name: _results(rows, name) for name in names}))
+        if out:
             report = {"config": configs[0].path, "checkpoint": checkpoint, "results": rows}
             Path(out).write_text(json.dumps(jsonable(report), indent=2, allow_nan=False) + "\n")
+
+
+def judge(cfg: Config, checkpoint: str) -> list[dict[str, Any]]:
+    """Evaluate under one precision and print the table -> the results as JSON has them; none for a dry run."""
+    from quads.assemble import build_parts  # joins rl and rollout: only a command may
+
+    with init_distributed(cfg.parallel, cfg.train) as world:
+        parts = build_parts(cfg, world, checkpoint=checkpoint)
+        if parts is None:
+            return []
+        try:
+            results = parts.evaluate(step=0)
+        finally:
+            parts.close()
+        world.print(f"rollout {parts.spec.rollout}\n{format_table(results)}")
+        return [{"rollout": parts.spec.rollout, **asdict(result)} for result in results]
+
+
+def judge_apart(argv: list[str], checkpoint: str, number: int) -> list[dict[str, Any]]:
+    """`judge` in a process of its own, the `number`-th. Under torchrun each process starts one; they form a group."""
+    path = os.pathsep.join(filter(None, [REPOSITORY, os.environ.get("PYTHONPATH", "")]))
+    # torchrun's store keeps what earlier groups wrote; the count of attempts keeps groups apart in it.
+    environment = {**os.environ, "PYTHONPATH": path, "TORCHELASTIC_RESTART_COUNT": str(1000 + number)}
+    with tempfile.TemporaryDirectory(prefix="quads-eval-") as folder:
+        file = Path(folder) / "results.json"
+        inputs = ["--checkpoint", checkpoint] if checkpoint else []
+        command = [sys.executable, "-m", "quads.rl.evaluate", *argv, *inputs, "--out", str(file)]
+        sys.stdout.flush()
+        status = subprocess.run(command, env=environment).returncode
+        if status:
+            raise SystemExit(status)  # it has said why
+        return json.loads(file.read_text())["results"] if file.exists() else []
+
+
+def _results(rows: list[dict[str, Any]], rollout: str) -> list[EvalResult]:
+    names = [field.name for field in fields(EvalResult)]
+    return [EvalResult(**{name: row[name] for name in names}) for row in rows if row["rollout"] == rollout]
 
 
 if __name__ == "__main__":

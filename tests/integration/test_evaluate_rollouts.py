@@ -31,10 +31,10 @@ def judge(world: Path, out: Path, *more: str, prompts: int = 8) -> list[dict[str
 
 
 def test_each_precision_gives_what_it_gives_alone(
-    world: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    world: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     together = judge(world, tmp_path / "all.json", "--rollouts", ",".join(ROLLOUTS))
-    printed = capsys.readouterr().out
+    printed = capfd.readouterr().out
     assert [row["rollout"] for row in together] == list(ROLLOUTS)
     assert all(0 < row["pass_at_1"] < 1 and len(row["pass_at_1_prompts"]) == 8 for row in together)
     assert len({json.dumps(row["length_mean"]) for row in together}) > 1  # they are different policies
@@ -84,7 +84,7 @@ def test_one_prompt_has_no_error_and_the_file_is_json(world: Path, tmp_path: Pat
 
 @pytest.mark.vllm
 def test_the_vllm_engine_too(tmp_path: Path) -> None:
-    """One engine after another in one process. The head_dim is one that vLLM has on a CPU."""
+    """The head_dim is one that vLLM has on a CPU."""
     config = make_world(tmp_path / "world", replace(CONFIG, head_dim=32))
     train_rows(config, config.parent / "run", train__steps=1, eval__every=0)
     rows = judge(config, tmp_path / "vllm.json", "--rollouts", "bf16,w4a4_residual", "--rollout.engine", "vllm")
