@@ -244,8 +244,11 @@ def judge(cfg: Config, checkpoint: str) -> list[dict[str, Any]]:
 def judge_apart(argv: list[str], checkpoint: str, number: int) -> list[dict[str, Any]]:
     """`judge` in a process of its own, the `number`-th. Under torchrun each process starts one; they form a group."""
     path = os.pathsep.join(filter(None, [REPOSITORY, os.environ.get("PYTHONPATH", "")]))
-    # torchrun's store keeps what earlier groups wrote; the count of attempts keeps groups apart in it.
-    environment = {**os.environ, "PYTHONPATH": path, "TORCHELASTIC_RESTART_COUNT": str(1000 + number)}
+    environment = {**os.environ, "PYTHONPATH": path}
+    if "MASTER_PORT" in os.environ:
+        # torchrun's own store keeps the addresses of an earlier group; each group gets a store on a port of its own.
+        port = int(os.environ["MASTER_PORT"]) + 1 + number
+        environment |= {"TORCHELASTIC_USE_AGENT_STORE": "False", "MASTER_PORT": str(port)}
     with tempfile.TemporaryDirectory(prefix="quads-eval-") as folder:
         file = Path(folder) / "results.json"
         inputs = ["--checkpoint", checkpoint] if checkpoint else []
