@@ -1,9 +1,6 @@
 """The native engine: the learner's own model code with a KV cache, continuous batching and rollout-precision layers.
 
-    waiting requests -> prefill (a prompt once, for all its responses) -> first tokens
-    busy slots       -> decode one token each -> finished ones leave, waiting ones take their slots
-
-Decoding, with CUDA graphs on a GPU, is decode.py; prefill is eager.
+One call of `generate` is generation.py; decoding, with CUDA graphs on a GPU, is decode.py.
 
 It runs anywhere and is the reference for numerics. On a CPU, fp32 rollouts are independent of the batch: activations
 are float64 (weights keep the values of their storage dtype), so that the order in which a matmul adds up shows at
@@ -14,16 +11,13 @@ learner does.
 Left out: paging of the KV cache and chunked prefill of single prompts.
 """
 
-from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from quads.config_sections import RolloutSettings
-from quads.model.attention import PrefillContext, routing
 from quads.model.config import ModelConfig
 from quads.model.model import MoEDecoder
 from quads.quant.backend import choose_kernel
@@ -32,14 +26,13 @@ from quads.quant.recipes import SITES, QuantSpec
 from quads.quant.rollout import convert_rollout, load_weight, named_weights, weight_storage
 from quads.rollout.decode import Decoder, Size
 from quads.rollout.engine import OnGroup, check_request, ignore
-from quads.rollout.kv_cache import Prefix, allocate, describe
-from quads.rollout.sampling import seed_tensor
-from quads.rollout.scheduler import Batch, Groups, SampleLog, Waiting
+from quads.rollout.generation import Run
+from quads.rollout.kv_cache import allocate, describe
+from quads.rollout.scheduler import Groups
 from quads.rollout.sync import checksum, load_all
 from quads.types import Completion, Sampling
 
 KEPT_SHARE = 0.02  # of the GPU's memory: a KV cache up to this size stays, with its graphs, while the engine sleeps
-PREFILL_TOKENS = 16384  # prompt tokens of one forward pass: bounds the memory of activations
 
 
 class NativeEngine:
@@ -102,7 +95,7 @@ class NativeEngine:
         self._check(prompts, n, sampling, seeds)
         if not prompts:
             return []
-        run = _Run(self.decoder, prompts, n, sampling, seeds, routed_experts)
+        run = Run(self.decoder, prompts, n, sampling, seeds, routed_experts)
         groups, completions = Groups(len(prompts), n), {}
         while len(completions) < len(prompts):
             for prompt in groups.completed_by(run.advance()):
@@ -203,153 +196,3 @@ def choose_graphs(
             why = f"the reference kernel of {spec.rollout} multiplies in fp32, where torch groups experts on the host"
             return False, f"eager ({why})"
     return True, "CUDA graphs, captured at the second step of each size"
-
-
-@dataclass
-class _Launched:
-    """What the device is drawing, on its way to the host."""
-
-    requests: Tensor  # int64 [B] on the CPU, -1 in dead rows
-    results: Tensor  # float64 [2, B], tokens and log-probs; pinned memory on a GPU
-    routing: Tensor | None  # int16 [B, L, A] on the device
-    arrived: torch.cuda.Event | None
-
-    @classmethod
-    def copy(cls, requests: Tensor, results: Tensor, routing: Tensor | None = None) -> "_Launched":
-        if not results.is_cuda:
-            return cls(requests, results.clone(), routing, None)
-        host = torch.empty(results.shape, dtype=results.dtype, pin_memory=True)
-        host.copy_(results, non_blocking=True)
-        arrived = torch.cuda.Event()
-        arrived.record()
-        return cls(requests, host, routing, arrived)
-
-
-class _Run:
-    """One call of `generate`.
-
-    On a GPU the host launches step t + 1 before it reads what step t drew, so the GPU never waits for it. A response
-    that stops in step t is therefore computed, dead, once more.
-    """
-
-    def __init__(
-        self,
-        decoder: Decoder,
-        prompts: list[list[int]],
-        n: int,
-        sampling: Sampling,
-        seeds: list[int],
-        record_routing: bool,
-    ) -> None:
-        self.decoder, self.model, self.cache = decoder, decoder.model, decoder.cache
-        self.prompts, self.n, self.sampling, self.record_routing = prompts, n, sampling, record_routing
-        self.device = self.cache.k.device
-        self.ahead = 0 if decoder.exact else 1
-        self.seeds = seed_tensor(seeds)
-        self.waiting = Waiting(len(prompts), n)
-        self.batch = Batch(self.cache.num_slots)
-        self.log = SampleLog(len(seeds), sampling.max_new_tokens, sampling.stop_token_ids)
-        self.finished: list[int] = []
-        self.launched: deque[_Launched] = deque()
-        self.prefix: Prefix | None = None  # of a group that did not fit into the slots at once
-        decoder.begin(sampling)
-
-    def advance(self) -> list[int]:
-        """Start what can start, launch a step; returns the requests that are known to have finished since."""
-        self.admit()
-        if self.batch.num_busy:
-            self.decode()
-        self.collect(self.ahead if self.batch.num_busy else 0)
-        finished, self.finished = self.finished, []
-        return finished
-
-    def admit(self) -> None:
-        """Start waiting requests while enough slots are free, then close the gaps.
-
-        A slot is not filled at once: the few prompts of a small prefill cost as much as a whole decoding step, so
-        admission waits for an eighth of the slots (or for room for one group, if that is more).
-        """
-        whole_group = self.n <= self.cache.num_slots
-        worthwhile = min(max(self.n if whole_group else 1, self.cache.num_slots // 8), len(self.waiting))
-        while self.waiting and self.batch.num_free >= worthwhile:
-            continues = self.waiting.split_group() > 0
-            requests = self.waiting.take(self.batch.num_free, self.cache.num_slots)
-            if not requests:
-                break
-            if continues:
-                self._start_from_prefix(requests)
-            else:
-                self._prefill(requests)
-        if self.batch.num_busy and self.decoder.rows(self.batch.num_busy) < self.decoder.rows(self.batch.size):
-            sources, targets = self.batch.compact()
-            if sources:
-                self.decoder.move(sources, targets, self.batch.longest())
-
-    def _prefill(self, requests: list[int]) -> None:
-        """Run each prompt once, for all of its requests, in forward passes of a bounded number of tokens."""
-        chunk: list[int] = []
-        tokens = 0
-        for start in range(0, len(requests), self.n):
-            group = requests[start : start + self.n]
-            length = len(self.prompts[group[0] // self.n])
-            if chunk and tokens + length > PREFILL_TOKENS:
-                self._prefill_chunk(chunk)
-                chunk, tokens = [], 0
-            chunk += group
-            tokens += length
-        self._prefill_chunk(chunk)
-
-    def _prefill_chunk(self, requests: list[int]) -> None:
-        first = requests[0] // self.n
-        prompts = self.prompts[first : requests[-1] // self.n + 1]
-        lengths = [len(prompt) for prompt in prompts]
-        slots = self._reserve(requests)
-        sequences = [request // self.n - first for request in requests]
-        context = PrefillContext.build_for_slots(lengths, slots, sequences, self.cache)
-        context.record_routing = self.record_routing
-        tokens = torch.tensor([token for prompt in prompts for token in prompt], device=self.device)
-        hidden_TH = self.model(tokens, context)
-        logits_PV = self.model.logits(hidden_TH[context.cu_seqlens[1:].to(torch.int64) - 1])
-        if self.record_routing:
-            self.log.prompt_routing |= dict(enumerate(routing(context).split(lengths), first))
-        if self.waiting.split_group():  # only a group alone in its chunk is ever split
-            self.prefix = Prefix.of_slot(self.cache, slots[0], lengths[-1], logits_PV[-1])
-        self._first_tokens(requests, slots, logits_PV[torch.tensor(sequences, device=self.device)])
-
-    def _start_from_prefix(self, requests: list[int]) -> None:
-        assert self.prefix is not None
-        slots = self._reserve(requests)
-        self.prefix.write(self.cache, slots)
-        self._first_tokens(requests, slots, self.prefix.logits.expand(len(requests), -1))
-
-    def _lengths(self, requests: list[int]) -> list[int]:
-        return [len(self.prompts[request // self.n]) for request in requests]
-
-    def _reserve(self, requests: list[int]) -> list[int]:
-        return self.batch.reserve(requests, self._lengths(requests), self.sampling.max_new_tokens)
-
-    def _first_tokens(self, requests: list[int], slots: list[int], logits_BV: Tensor) -> None:
-        results = self.decoder.start(slots, self._lengths(requests), self.seeds[requests], logits_BV)
-        self.launched.append(_Launched.copy(torch.tensor(requests), results))
-        self.batch.drew(requests)
-        self.collect(self.ahead)  # a response that ends at once should not be fed
-
-    def decode(self) -> None:
-        """One more token for every busy slot."""
-        batch, decoder = self.batch, self.decoder
-        requests = batch.request[: batch.size].clone()
-        results = decoder.step(decoder.rows(batch.size), decoder.window(batch.longest()), self.record_routing)
-        fed = decoder.routing_SLA[: batch.size].clone() if self.record_routing else None
-        self.launched.append(_Launched.copy(requests, results[:, : batch.size], fed))
-        batch.fed()
-        batch.drew(requests[requests >= 0].tolist())
-
-    def collect(self, leave: int) -> None:
-        """Take down what has been drawn, all but the last `leave` launches, and release the slots of who finished."""
-        while len(self.launched) > leave:
-            done = self.launched.popleft()
-            if done.arrived is not None:
-                done.arrived.synchronize()
-            finished = self.log.add(done.requests, done.results, done.routing)
-            self.batch.release(finished)
-            self.finished += finished

@@ -125,7 +125,7 @@ def test_bad_requests_are_refused(pair: Any) -> None:
 @pytest.mark.parametrize("max_batch", [1, 3, 16, 100, 256, 512, 1000])
 def test_graphs_cover_every_batch(max_batch: int) -> None:
     """Ascending, the last is the largest batch, and none is padded to more than twice its size."""
-    from quads.rollout.vllm_engine import graph_sizes
+    from quads.rollout.vllm_limits import graph_sizes
 
     sizes = graph_sizes(max_batch)
     assert sizes == sorted(set(sizes)) and sizes[-1] == max_batch and len(sizes) < 25

@@ -18,8 +18,8 @@ from quads.quant.kernels_fp8 import fp8_quantize_kernel  # noqa: E402
 from quads.quant.kernels_gemm import w4_gemm_kernel  # noqa: E402
 from quads.quant.kernels_native import native_gemm_kernel  # noqa: E402
 from quads.quant.kernels_pack import pack_kernel, weight_kernel  # noqa: E402
-from quads.quant.kernels_quantize import row_codes_kernel, rows_kernel  # noqa: E402
 from quads.quant.kernels_repack import quantize_repack_kernel  # noqa: E402
+from quads.quant.kernels_rows import row_codes_kernel, rows_kernel  # noqa: E402
 
 ALIGNED = {"N", "K", "width", "stride_x", "stride_out"}
 

@@ -108,7 +108,7 @@ def test_shared_prefill_equals_separate_prefill_and_runs_each_prompt_once(slots:
 def test_prefill_in_several_passes(monkeypatch: pytest.MonkeyPatch) -> None:
     engine, prompts = make_engine(), make_prompts(8)
     whole = engine.generate(prompts, 2, SAMPLING, list(range(16)))
-    monkeypatch.setattr("quads.rollout.native.PREFILL_TOKENS", 9)
+    monkeypatch.setattr("quads.rollout.generation.PREFILL_TOKENS", 9)
     assert_same(flat(engine.generate(prompts, 2, SAMPLING, list(range(16)))), flat(whole))
 
 
