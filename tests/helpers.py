@@ -65,6 +65,16 @@ def run_command(
     )
 
 
+def assert_passes_interpreted(test_file: str, timeout_s: float = 240) -> str:
+    """Run a file of kernel tests with TRITON_INTERPRET=1 in a process of its own, on the CPU -> what pytest printed."""
+    options = ["-q", "-x", "-W", "ignore", "-p", "no:cacheprovider"]
+    done = run_command(
+        ["-m", "pytest", *options, test_file], timeout_s=timeout_s, TRITON_INTERPRET="1", CUDA_VISIBLE_DEVICES=""
+    )
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+    return done.stdout
+
+
 def run_torchrun(
     args: list[str], *, num_processes: int, timeout_s: float = 240, **env: str
 ) -> subprocess.CompletedProcess[str]:

@@ -1,15 +1,12 @@
 """The FP8 kernels have the bits of fp8.py: on a GPU, or interpreted in a process of its own."""
 
 import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 
 from quads.quant import fp8
-from tests.helpers import REPOSITORY, assert_bitwise, command_env
+from tests.helpers import assert_bitwise, assert_passes_interpreted
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
@@ -66,12 +63,4 @@ if INTERPRETED or torch.cuda.is_available():
 @pytest.mark.skipif(INTERPRETED, reason="is the interpreter's own process")
 def test_in_the_interpreter() -> None:
     pytest.importorskip("triton")
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(Path(__file__))],
-        cwd=REPOSITORY,
-        env=command_env(TRITON_INTERPRET="1", CUDA_VISIBLE_DEVICES=""),
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+    assert_passes_interpreted(__file__)

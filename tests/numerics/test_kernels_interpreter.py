@@ -2,11 +2,11 @@
 because the interpreter is chosen when triton is first imported."""
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.helpers import assert_passes_interpreted
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
@@ -180,8 +180,4 @@ if INTERPRETED:
 else:
 
     def test_in_the_interpreter():
-        env = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-        command = [sys.executable, "-m", "pytest", "-q", "-x", "-W", "ignore", "-p", "no:cacheprovider", __file__]
-        done = subprocess.run(command, env=env, capture_output=True, text=True, cwd=Path(__file__).parents[2])
-        assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
-        assert " passed" in done.stdout
+        assert " passed" in assert_passes_interpreted(__file__, timeout_s=300)

@@ -4,8 +4,6 @@ Runs in a process of its own: the interpreter is chosen when triton is first imp
 """
 
 import os
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -17,7 +15,7 @@ from quads.model.moe import Experts
 from quads.quant.learner import quantized_weights
 from quads.quant.recipes import QuantSpec
 from quads.quant.rollout import convert_rollout, load_weight, named_weights
-from tests.helpers import REPOSITORY
+from tests.helpers import assert_passes_interpreted
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
@@ -89,8 +87,4 @@ if INTERPRETED:
 else:
 
     def test_in_the_interpreter():
-        env = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-        command = [sys.executable, "-m", "pytest", "-q", "-x", "-W", "ignore", "-p", "no:cacheprovider", __file__]
-        done = subprocess.run(command, env=env, capture_output=True, text=True, cwd=REPOSITORY)
-        assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
-        assert "5 passed" in done.stdout
+        assert "5 passed" in assert_passes_interpreted(__file__)
