@@ -5,7 +5,7 @@
 Classes that are not asked for are taken over from OUT.json, if it exists.
 
 Times one layer of 128 experts (hidden 2048, width 768, top-8) and the attention projections (2048 -> 5120, 4096 ->
-2048). Candidates are compiled by all CPU cores first.
+2048). Candidates are compiled by all CPU cores first, in processes of their own.
 """
 
 import itertools
@@ -13,6 +13,7 @@ import json
 import os
 import re
 import sys
+import time
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
@@ -31,31 +32,35 @@ EXPERTS, HIDDEN, WIDTH, TOP_K = 128, 2048, 768, 8
 SHAPES = {"w13": (2 * WIDTH, HIDDEN), "w2": (HIDDEN, WIDTH), "qkv": (5120, 2048), "o": (2048, 4096)}
 MODES = {"w13": "gather", "w2": "scatter", "qkv": "dense", "o": "dense"}
 ROUTED = {1: (8,), 16: (8,), 64: (8, 16), 256: (16, 32), 1024: (32, 64), 4096: (64, 128)}
-DENSE = {1: (8,), 16: (8, 16), 64: (16, 32, 64), 256: (32, 64)}
+DENSE = {1: (8,), 16: (8, 16), 64: (16, 32, 64), 256: (32, 64, 128)}
 NUMBERS = ("n_rows", "N", "NB", "KB", "stride_x", "stride_out")
+MULTIPROCESSORS = 132
 CLASS_ENDS = {1: 0.5, 16: 2, 64: 6, 256: 24, 1024: 96, 4096: None}  # tokens per expert
 
 
-def candidates(bm: int, residual: bool, routed: bool) -> list[Tile]:
+def candidates(bm: int, residual: bool) -> list[Tile]:
+    """Tiles of a routed layer; what was never within 10 % of the best is left out."""
     columns = 2 * bm if residual else bm
     out = []
-    for (bn, warps), kstep, stages in itertools.product(((32, 1), (64, 2), (64, 4), (128, 4)), (1, 2), (2, 3, 4)):
-        small = warps < 4
-        if not routed and (bn == 32 or stages != 3):
+    for (bn, warps), kstep, stages in itertools.product(((64, 2), (128, 4)), (1, 2), (2, 3, 4)):
+        if columns > 32 and (warps < 4 or kstep == 2) or columns <= 8 and kstep == 1:
             continue
-        if routed and (bn == 32 or (bn == 64 and warps == 4)):  # never within 10 % of the best
-            continue
-        if columns > 32 and (small or kstep == 2):
-            continue
-        if columns <= 8 and (kstep == 1 or (bn == 64 and warps == 4)):
-            continue
-        if columns > 16 and small:
-            continue
-        if columns > 128 and bn == 128:
+        if columns > 16 and warps < 4 or columns > 128 and bn == 128:
             continue
         out.append(Tile(bn, kstep, stages, warps))
-        if not routed:
-            out += [Tile(bn, kstep, stages, warps, split) for split in (2, 4, 8)]
+    return out
+
+
+def dense_candidates(layer: str, tokens: int, bm: int, residual: bool) -> list[Tile]:
+    """Tiles of a linear layer, as far as programs that share K do not make more than eight for a multiprocessor."""
+    columns = 2 * bm if residual else bm
+    out = []
+    for (bn, warps), kstep, split in itertools.product(((64, 2), (64, 4), (128, 4)), (1, 2), (1, 2, 4, 8)):
+        programs = -(-tokens // bm) * SHAPES[layer][0] // bn * split
+        if kstep != 2 and columns < 32 or kstep != 1 and columns > 32 or warps < 4 and columns > 16:
+            continue
+        if split == 1 or programs <= 8 * MULTIPROCESSORS:
+            out.append(Tile(bn, kstep, 3, warps, split))
     return out
 
 
@@ -104,6 +109,11 @@ def precompile(job: tuple) -> None:
         print("does not compile:", job, str(error)[:80])
 
 
+def precompile_expanded(shape: tuple[int, int]) -> None:
+    for residual in (False, True):
+        expand_us([weight(shape)], 64, residual)
+
+
 def measure(layer: str, tokens: int, bm: int, tile: Tile, residual: bool, weights: list, routings: list) -> float:
     n, k = SHAPES[layer]
     routed = layer in ("w13", "w2")
@@ -147,6 +157,7 @@ def pretty(content: dict) -> str:
 
 
 def main() -> None:
+    began = time.monotonic()
     asked = sys.argv[2:] or ["moe", "dense"]
     tables = [each for each in (("moe", ROUTED, ("w13", "w2")), ("dense", DENSE, ("qkv", "o"))) if each[0] in asked]
     jobs = []
@@ -155,18 +166,25 @@ def main() -> None:
             for bm, residual, layer in itertools.product(bms, (False, True), layers):
                 if residual and (bm > 64 or layer == "w2"):  # w2 is compensated only on request: plain tiles serve
                     continue
-                jobs += [(layer, tokens, bm, tile, residual) for tile in candidates(bm, residual, name == "moe")]
+                routed = name == "moe"
+                tiles = candidates(bm, residual) if routed else dense_candidates(layer, tokens, bm, residual)
+                jobs += [(layer, tokens, bm, tile, residual) for tile in tiles]
     distinct = {signature(arguments(*job)): job for job in jobs}
     print(len(jobs), "configurations,", len(distinct), "kernels", flush=True)
+    stacks: dict[str, list] = {}
     with ProcessPoolExecutor(os.cpu_count(), mp_context=get_context("spawn")) as pool:
-        list(pool.map(precompile, distinct.values(), chunksize=4))
-
-    stacks = {
-        "w13": [weight((EXPERTS, 2 * WIDTH, HIDDEN), True) for _ in range(2)],
-        "w2": [weight((EXPERTS, HIDDEN, WIDTH)) for _ in range(2)],
-        "qkv": [weight((5120, 2048)) for _ in range(16)],
-        "o": [weight((2048, 4096)) for _ in range(16)],
-    }
+        waiting = []
+        if "dense" in asked:
+            waiting += [pool.submit(precompile_expanded, SHAPES[layer]) for layer in ("qkv", "o")]
+        waiting += [pool.submit(precompile, job) for job in distinct.values()]
+        if "moe" in asked:
+            stacks["w13"] = [weight((EXPERTS, 2 * WIDTH, HIDDEN), True) for _ in range(2)]
+            stacks["w2"] = [weight((EXPERTS, HIDDEN, WIDTH)) for _ in range(2)]
+        if "dense" in asked:
+            stacks |= {layer: [weight(SHAPES[layer]) for _ in range(16)] for layer in ("qkv", "o")}
+        for each in waiting:
+            each.result()
+    print(f"compiled after {time.monotonic() - began:.0f} s", flush=True)
     times: dict[tuple, float] = {}
     routing_cache: dict[tuple, list] = {}
     for job in jobs:
@@ -178,6 +196,7 @@ def main() -> None:
             times[job] = measure(*job, stacks[layer], routing_cache.get((tokens, bm), []))
         except Exception as error:
             print("skipped:", job, type(error).__name__, str(error)[:100], flush=True)
+    print(f"timed after {time.monotonic() - began:.0f} s", flush=True)
 
     target = Path(sys.argv[1])
     classes: dict[str, list] = json.loads(target.read_text())["classes"] if target.exists() else {}
