@@ -8,6 +8,7 @@ and the cross term add up to the total.
 
 from typing import Any
 
+import torch
 from matplotlib.figure import Figure
 from torch import Tensor
 
@@ -27,21 +28,23 @@ PARTS = ("scale_bias", "dead_zone", "grid_noise", "cross", "total", "dead_fracti
 
 def measure(subject: Subject, batch_tokens: int) -> dict[str, Any]:
     captured = capture(learner(subject, "bf16", "bf16"), subject.sequences, batch_tokens, w2=True)
-    weights = SiteWeights(subject)
+    weights, device = SiteWeights(subject), subject.device
     num_layers = subject.master.config.num_layers
     rows = []
     for site in SITES:
         inputs = captured.sites[site]
-        rows += [_row("activation", site, name, [summarize(x, FORMATS[name]) for x in inputs]) for name in FORMATS]
+        for name in FORMATS:  # float64: a GPU takes seconds where two cores take minutes
+            of_layers = [summarize(x.to(device), FORMATS[name]) for x in inputs]
+            rows.append(_row("activation", site, name, of_layers))
         for name in FORMATS:
-            of_layers = [_weight_parts(weights, layer, site, name) for layer in range(num_layers)]
+            of_layers = [_weight_parts(weights, layer, site, name, device) for layer in range(num_layers)]
             rows.append(_row("weight", site, name, of_layers))
     return {"batch": subject.facts, "rows": rows}
 
 
-def _weight_parts(weights: SiteWeights, layer: int, site: str, name: str) -> dict[str, float]:
-    master = weights.get(layer, site, quantized=False).bfloat16().float()
-    known: Tensor | None = weights.get(layer, site, quantized=True) if name == "nvfp4" else None
+def _weight_parts(weights: SiteWeights, layer: int, site: str, name: str, device: torch.device) -> dict[str, float]:
+    master = weights.get(layer, site, quantized=False).to(device).bfloat16().float()
+    known: Tensor | None = weights.get(layer, site, quantized=True).to(device) if name == "nvfp4" else None
     return summarize(master, FORMATS[name], known)
 
 
