@@ -51,7 +51,7 @@ def gaps(named: list[tuple[float, float, str]]) -> list[tuple[float, str, str]]:
     return sorted(found, reverse=True)
 
 
-def summarize(events: EventList, largest: int = 24) -> str:
+def summarize(events: EventList, largest: int = 48) -> str:
     """In milliseconds: busy, exposed and idle time, sums by kind, the largest kernels and the longest gaps."""
     by_kind: dict[str, float] = {}
     by_name: dict[str, tuple[float, int]] = {}

@@ -35,7 +35,7 @@ from quads.checkpoint_state import (
 )
 from quads.config import config_changes
 from quads.config_sections import CheckpointSettings
-from quads.distributed import has_peers
+from quads.distributed import current_rank, has_peers, in_process_group
 from quads.errors import UserError
 
 MARKER = "COMPLETE"
@@ -57,7 +57,7 @@ class Checkpointer:
         # The background save runs collectives beside those of training: they need a group of their own.
         self._group = _own_group() if settings.async_save else None
         self._pending: Future[None] | None = None
-        if _rank() == 0:
+        if current_rank() == 0:
             purge_incomplete(folder)
         _barrier()
 
@@ -87,7 +87,7 @@ class Checkpointer:
         for change in changes:
             if not change.startswith(("train.out:", "checkpoint.", "log.")):  # where to write, not what to compute
                 _print(f"  under a changed config: {change}")
-        if _rank() == 0 and path.parent.resolve() == self.folder.resolve():
+        if current_rank() == 0 and path.parent.resolve() == self.folder.resolve():
             for step, later in _complete(self.folder):
                 if step > state.step:
                     later.rename(_free_name(later.with_suffix(".superseded")))
@@ -101,7 +101,7 @@ class Checkpointer:
         if final.exists():
             return  # the same step of the same run: a stop right after a periodic save
         partial = final.with_suffix(".partial")
-        if _rank() == 0:
+        if current_rank() == 0:
             partial.mkdir(parents=True)
             _write(partial / "train_state.json", train_state_text(state, learner))
             _write(partial / "config.toml", self.config_text)
@@ -130,7 +130,7 @@ class Checkpointer:
 
     def _finish(self, partial: Path, final: Path) -> None:
         """All ranks' files are on disk: mark, rename, and only then delete older checkpoints."""
-        if _rank() != 0:
+        if current_rank() != 0:
             return
         _write(partial / MARKER, "")
         partial.rename(final)
@@ -205,16 +205,12 @@ def _sync_folder(folder: Path) -> None:
 
 
 def _own_group() -> dist.ProcessGroup | None:
-    return cast(dist.ProcessGroup, dist.new_group(backend="gloo")) if dist.is_initialized() else None
+    return cast(dist.ProcessGroup, dist.new_group(backend="gloo")) if in_process_group() else None
 
 
 def _print(text: str) -> None:
-    if _rank() == 0:
+    if current_rank() == 0:
         print(text, flush=True)
-
-
-def _rank() -> int:
-    return dist.get_rank() if dist.is_initialized() else 0
 
 
 def _barrier() -> None:

@@ -16,7 +16,6 @@ from typing import Any, Protocol
 
 import numpy
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader
@@ -24,6 +23,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load
 
+from quads.distributed import current_rank
 from quads.errors import UserError
 
 # Inserted into parameter names by activation checkpointing and torch.compile; a checkpoint does not depend on them.
@@ -63,7 +63,7 @@ def checkpoint_content(learner: Trainable) -> dict[str, Any]:
 
     Reading an optimizer that has not stepped creates its (zero) state.
     """
-    rng = {f"rank{_rank()}": _pack_rng()}
+    rng = {f"rank{current_rank()}": _pack_rng()}
     return {"model": _named_weights(learner.model), "optimizer": _optimizer(learner), "rng": rng}
 
 
@@ -82,7 +82,7 @@ def load_checkpoint(path: Path, learner: Trainable) -> TrainState:
     stored = _stored_tensors(path)
     _check_weights(path, weights, stored)
     content: dict[str, Any] = {"model": weights, "optimizer": _optimizer(learner)}
-    rank = f"rank{_rank()}"
+    rank = f"rank{current_rank()}"
     if f"rng.{rank}" in stored:  # with more processes than wrote it, the new ranks keep their own seeds
         content["rng"] = {rank: torch.empty(stored[f"rng.{rank}"], dtype=torch.uint8)}
     _read(path, content)
@@ -200,7 +200,3 @@ def _unpack_rng(packed: Tensor) -> None:
     torch.set_rng_state(state["torch"])
     if state["cuda"] is not None and torch.cuda.is_available():
         torch.cuda.set_rng_state(state["cuda"])
-
-
-def _rank() -> int:
-    return dist.get_rank() if dist.is_initialized() else 0

@@ -253,6 +253,11 @@ def in_process_group() -> bool:
     return dist.is_available() and dist.is_initialized()
 
 
+def current_rank() -> int:
+    """This process's rank in its group; 0 alone."""
+    return dist.get_rank() if in_process_group() else 0
+
+
 def has_peers() -> bool:
     """Whether there are other processes to talk to. A group alone does not say so: vLLM makes one of a single process,
     and on a GPU it takes no tensors of the CPU.
