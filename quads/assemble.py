@@ -144,11 +144,16 @@ def build_parts(cfg: Config, world: Distributed, checkpoint: str = "") -> Parts 
         world,
     )
     engine = build_engine(cfg, model_config, spec, dtype, device)
-    judges = cfg.reward.workers or max(1, (os.cpu_count() or 1) // processes_of_this_machine())
-    rewards = RewardPool(replace(cfg.reward, workers=judges, sandbox=isolation or cfg.reward.sandbox))
+    rewards = build_rewards(cfg, isolation)
     parts = Parts(cfg, model_config, spec, tokenizer, task, learner, engine, rewards, world, estimate)
     parts.sync(version=0)
     return parts
+
+
+def build_rewards(cfg: Config, isolation: str) -> RewardPool:
+    """The graders of a run. isolation: what `find_isolation` has found for generated programs."""
+    judges = cfg.reward.workers or max(1, (os.cpu_count() or 1) // processes_of_this_machine())
+    return RewardPool(replace(cfg.reward, workers=judges, sandbox=isolation or cfg.reward.sandbox))
 
 
 def check_run_memory(cfg: Config, model_config: ModelConfig, spec: QuantSpec, world: Distributed) -> MemoryEstimate:

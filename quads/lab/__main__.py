@@ -7,6 +7,7 @@ from quads.errors import UserError, main_guard
 
 COMMANDS = (
     "recipes",
+    "scores",
     "gap",
     "ratio",
     "layers",
