@@ -6,15 +6,19 @@ weights.
                                     [--profile FOLDER] [--markdown FILE]
 
 Every engine runs in a process of its own: `bf16`, `fp8` (vLLM's online quantization), `nvfp4` (vLLM's own choice of
-kernel: Marlin on Hopper), and w4a16, w4a4, w4a4_residual of the plugin. Up to `together` of them start at the same time
-and share the GPU's memory; a lock lets one measure at a time, while the others wait with an idle GPU.
+kernel: Marlin on Hopper), and w4a16, w4a4, w4a4_residual of the plugin. The plugin's draw tokens with the trainer's
+sampler (vllm_sampling.py), the stock ones with vLLM's, or with the trainer's too: `fp8+sampler`. Up to `together` of
+them start at the same time and share the GPU's memory; a lock lets one measure at a time, while the others wait with an
+idle GPU.
 
 Equal work: router, embeddings, output layer and norms hold the same values in every engine, those of a model at its
 start (normal, 0.02; norms 1). The other matrices are vLLM's dummy values, so small that the hidden states are the
 embeddings: tokens spread over experts evenly, and equally in every engine. `experts_hit` says over how many. Prompts
 are random tokens, responses have a fixed length, prefix caching is off, one warm-up of each batch size is not counted.
+`tokens_per_s` includes the prefill; `decode_ms` is the median of the steps in the second half of the responses. `--long
+B,P,N`: B sequences from P to P + N tokens, with the decode rate of each quarter.
 For the plugin's engines a sync is timed too: all weights as bf16 tensors on the GPU, quantized and written in place.
-Prints one JSON object a measurement.
+Prints one JSON object a measurement. A second run finds vLLM's compiled graphs on disk: see `start_s`.
 """
 
 import argparse
@@ -22,6 +26,7 @@ import fcntl
 import json
 import os
 import platform
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -29,6 +34,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +43,7 @@ from torch import Tensor
 
 from quads.model.config import ARCHITECTURES, ModelConfig
 from quads.model.hf import parameter_shapes
-from quads.rollout.vllm_folder import write_model_folder
+from quads.rollout.vllm_folder import cache_root, model_folder
 from quads.rollout.vllm_options import PluginOptions
 
 STOCK = ("bf16", "fp8", "nvfp4")
@@ -48,12 +54,14 @@ NVFP4_CONFIG = {
     "group_size": 16,
     "ignore": ["lm_head", "*.mlp.gate"],
 }
-WARM_UP_TOKENS = 200
+SAMPLER = "+sampler"  # behind the name of a stock precision: with the trainer's sampler
+LONGEST = 8192  # of max_model_len: the same engine for short and long responses
 PROFILED_STEPS = 10  # decode steps whose kernels are listed
 
 
 def engine_arguments(engine: str, selection: str) -> dict[str, Any]:
     """What tells vLLM the precision."""
+    engine = engine.removesuffix(SAMPLER)
     if engine in PLUGIN:
         options = PluginOptions(precision=engine, targets=("experts", "attention"), residual_selection=selection)  # pyright: ignore[reportArgumentType]
         return {"quantization": "quads", "hf_overrides": {"quantization_config": options.to_dict()}}
@@ -93,70 +101,73 @@ def run_engine(arguments: argparse.Namespace) -> None:
 
     from quads.rollout.vllm_models import register_models
     from quads.rollout.vllm_plugin import register
-    from quads.rollout.vllm_sampling import batch_seeded_sampling
+    from quads.rollout.vllm_sampling import install_sampler
 
     register()
     register_models()
     config, engine = ARCHITECTURES[arguments.arch], arguments.engine
+    if engine in PLUGIN or engine.endswith(SAMPLER):
+        install_sampler()
     batches = [int(b) for b in arguments.batches.split(",")]
     long = [int(n) for n in arguments.long.split(",")] if arguments.long else []
-    longest = max(arguments.prompt_tokens + arguments.new_tokens, sum(long[1:]))
+    longest = max(LONGEST, arguments.prompt_tokens + arguments.new_tokens, sum(long[1:]))
     kv_bytes = kv_size(config, max(batches), arguments.prompt_tokens + arguments.new_tokens)
     if long:
         kv_bytes = max(kv_bytes, kv_size(config, long[0], sum(long[1:])))
+    precision = engine_arguments(engine, arguments.selection)
     start = time.perf_counter()
-    with tempfile.TemporaryDirectory() as folder:
-        llm = LLM(
-            model=str(write_model_folder(Path(folder), config)),
-            load_format="dummy",
-            skip_tokenizer_init=True,
-            dtype="bfloat16",
-            max_model_len=longest,
-            max_num_seqs=max(batches),
-            max_num_batched_tokens=max(8192, longest),
-            enable_prefix_caching=False,
-            kv_cache_memory_bytes=kv_bytes,
-            gpu_memory_utilization=0.01,
-            disable_log_stats=True,
-            logprobs_mode="processed_logprobs",
-            compilation_config={"cudagraph_capture_sizes": sorted(batches)},
-            **engine_arguments(engine, arguments.selection),
-        )
+    llm = LLM(
+        model=str(model_folder(cache_root(), config, precision)),
+        load_format="dummy",
+        skip_tokenizer_init=True,
+        dtype="bfloat16",
+        max_model_len=longest,
+        max_num_seqs=max(batches),
+        max_num_batched_tokens=max(8192, longest),
+        enable_prefix_caching=False,
+        kv_cache_memory_bytes=kv_bytes,
+        gpu_memory_utilization=0.01,
+        disable_log_stats=True,
+        logprobs_mode="processed_logprobs",
+        compilation_config={"cudagraph_capture_sizes": sorted(batches)},
+        **precision,
+    )
     show(arguments, start_s=round(time.perf_counter() - start, 1))
     with turn(arguments.lock):
         if engine in PLUGIN:
             (quant_config,) = llm.apply_model(lambda model: model.quant_config)
             print(quant_config.banner(), flush=True)
-            batch_seeded_sampling()  # as the trainer's engine draws
             for _ in range(2):
                 show(arguments, **measure_sync(llm, config))
         (hit,) = llm.apply_model(lambda model: spread_tokens(model, batches, config.top_k))
         show(arguments, experts_hit=hit)
         generator = torch.Generator().manual_seed(0)
-        for round_number in range(arguments.rounds + 1 + arguments.seeded):
+        passes = ["warm-up", *["round"] * arguments.rounds, *["seeded"] * arguments.seeded] if arguments.rounds else []
+        for kind in passes:
             for batch in batches:
-                seeded = arguments.seeded and round_number == arguments.rounds + 1
-                new = arguments.new_tokens if round_number else min(arguments.new_tokens, WARM_UP_TOKENS)
-                seconds = generate(llm, config, generator, batch, arguments.prompt_tokens, new, seeded)
-                if round_number:
-                    key = "seeded_tokens_per_s" if seeded else "tokens_per_s"
-                    rate = round(batch * arguments.new_tokens / seconds)
-                    show(arguments, round=round_number, sequences=batch, **{key: rate})
+                times = generate(
+                    llm, config, generator, batch, arguments.prompt_tokens, arguments.new_tokens, kind == "seeded"
+                )
+                if kind != "warm-up":
+                    key = "seeded_tokens_per_s" if kind == "seeded" else "tokens_per_s"
+                    decode = statistics.median(step_seconds(times, arguments.new_tokens // 2))
+                    rates = {key: round(batch * arguments.new_tokens / times[-1]), "decode_ms": round(1000 * decode, 3)}
+                    show(arguments, sequences=batch, **rates)
         if arguments.profile:
             for batch in batches:
                 profile(llm, arguments, config, generator, batch)
-    if long:
-        with turn(arguments.lock):
+        if long:
             batch, prompt, new = long
-            first = generate(llm, config, generator, batch, prompt, 1)
-            seconds = generate(llm, config, generator, batch, prompt, new) - first
-            rate = round(batch * (new - 1) / seconds)
+            times = generate(llm, config, generator, batch, prompt, new)
+            steps = step_seconds(times, new - new // 32)  # the first few still share their steps with prompts
+            quarters = [steps[i * len(steps) // 4 : (i + 1) * len(steps) // 4] for i in range(4)]
             show(
                 arguments,
                 sequences=batch,
                 context=[prompt, prompt + new],
-                prefill_s=round(first, 2),
-                decode_tokens_per_s=rate,
+                tokens_per_s=round(batch * new / times[-1]),
+                decode_tokens_per_s=round(batch * len(steps) / sum(steps)),
+                decode_tokens_per_s_by_quarter=[round(batch * len(quarter) / sum(quarter)) for quarter in quarters],
             )
 
 
@@ -168,19 +179,34 @@ def kv_size(config: ModelConfig, batch: int, longest: int) -> int:
 
 def generate(
     llm: Any, config: ModelConfig, generator: torch.Generator, batch: int, prompt: int, new: int, seeded: bool = False
-) -> float:
-    """Seconds that `batch` responses of `new` tokens to prompts of `prompt` tokens take."""
+) -> list[float]:
+    """`batch` responses of `new` tokens to prompts of `prompt` tokens: the seconds from the start to the end of every
+    step."""
     from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
 
     prompts = torch.randint(0, config.vocab_size, (batch, prompt), generator=generator).tolist()
-    params = [
-        SamplingParams(max_tokens=new, ignore_eos=True, detokenize=False, seed=i if seeded else None, logprobs=0)
-        for i in range(batch)
-    ]
     torch.cuda.synchronize()
-    start = time.perf_counter()
-    llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
-    return time.perf_counter() - start
+    start, times = time.perf_counter(), []
+    for i, tokens in enumerate(prompts):
+        params = SamplingParams(
+            max_tokens=new,
+            ignore_eos=True,
+            detokenize=False,
+            seed=i if seeded else None,
+            logprobs=0,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+        llm.llm_engine.add_request(str(i), {"prompt_token_ids": tokens}, params)
+    while llm.llm_engine.has_unfinished_requests():
+        llm.llm_engine.step()
+        times.append(time.perf_counter() - start)
+    return times
+
+
+def step_seconds(times: list[float], count: int) -> list[float]:
+    """How long each of the last `count` steps took."""
+    return [after - before for before, after in pairwise(times)][-count:]
 
 
 @torch.no_grad()
@@ -277,7 +303,9 @@ def report(rows: list[dict[str, Any]], arguments: argparse.Namespace) -> str:
         mine = [row for row in rows if row["engine"] == engine]
         rates = [
             " / ".join(
-                str(row["tokens_per_s"]) for row in mine if row.get("sequences") == int(batch) and "tokens_per_s" in row
+                str(row["tokens_per_s"])
+                for row in mine
+                if row.get("sequences") == int(batch) and "tokens_per_s" in row and "context" not in row
             )
             for batch in batches
         ]

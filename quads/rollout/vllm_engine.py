@@ -18,9 +18,7 @@ over its ranks; generating is not, but for the ranks of one tensor-parallel grou
 # vLLM is an extra.
 
 import os
-import tempfile
 from collections.abc import Callable, Iterable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -33,7 +31,7 @@ from quads.errors import UserError
 from quads.model.config import ModelConfig
 from quads.quant.recipes import QuantSpec
 from quads.rollout.engine import OnGroup, check_request, check_tensor_parallel, ignore
-from quads.rollout.vllm_folder import write_model_folder
+from quads.rollout.vllm_folder import cache_root, model_folder
 from quads.rollout.vllm_inspect import checksums, forget_waiting, track_plain_parameters
 from quads.rollout.vllm_lifecycle import abandon, close, free_memory, guest, make_group_of_one, untouched_rng
 from quads.rollout.vllm_limits import check_cpu_attention, graph_sizes, kv_cache_bytes, refuse_second_engine
@@ -75,7 +73,6 @@ class VLLMEngine:
         self._complete = False  # a whole set of weights has arrived
         self._config = model_config
         self._keep_group = in_process_group()  # of the trainer; vLLM makes its own where there is none
-        self._folder = tempfile.TemporaryDirectory(prefix="quads-vllm-")
         self._asleep: set[str] = set()  # parts of the memory that the trainer has
         self._returns_routing = routed_experts
         if routed_experts and device.type == "cpu":
@@ -85,7 +82,7 @@ class VLLMEngine:
         options = PluginOptions.of(spec)
         self._max_tokens = rollout.max_prompt_tokens + rollout.max_new_tokens
         arguments: dict[str, Any] = {
-            "model": str(write_model_folder(Path(self._folder.name), model_config)),
+            "model": str(model_folder(cache_root(), model_config, options.to_dict())),
             "hf_overrides": {"quantization_config": options.to_dict()},
             "quantization": "quads",
             "load_format": "dummy",
@@ -119,9 +116,9 @@ class VLLMEngine:
             if device.type == "cpu":
                 check_cpu_attention(model_config.head_dim)
             else:
-                from quads.rollout.vllm_sampling import batch_seeded_sampling
+                from quads.rollout.vllm_sampling import install_sampler
 
-                batch_seeded_sampling()
+                install_sampler()
             refuse_second_engine(device)
             if not self._keep_group:
                 make_group_of_one(device)
@@ -275,7 +272,6 @@ class VLLMEngine:
             del llm
             free_memory()
             self._complete = False
-            self._folder.cleanup()
 
 
 def in_order(group: dict[int, Completion]) -> list[Completion]:

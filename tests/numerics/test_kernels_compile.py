@@ -20,6 +20,7 @@ from quads.quant.kernels_native import native_gemm_kernel  # noqa: E402
 from quads.quant.kernels_pack import pack_kernel, weight_kernel  # noqa: E402
 from quads.quant.kernels_repack import quantize_repack_kernel  # noqa: E402
 from quads.quant.kernels_rows import row_codes_kernel, rows_kernel  # noqa: E402
+from quads.rollout.vllm_sampling import chunk_kernel, draw_kernel, rank_kernel  # noqa: E402
 
 ALIGNED = {"N", "K", "width", "stride_x", "stride_out"}
 
@@ -152,3 +153,24 @@ def test_a_thread_holds_the_words_of_its_blocks(blocks, per_thread):
         layouts = dict(re.findall(r"^(#\w+) = #ttg\.blocked<\{sizePerThread = (\[[^\]]*\])", text, re.M))
         used = re.findall(r"packed_element = 4.*?-> \(?tensor<\d+x4xi\d+, (#\w+)>", text, re.S)
         assert used and {layouts[layout] for layout in used} == {"[1, 4]"}, (kernel, [layouts[each] for each in used])
+
+
+def test_sampling_kernels_compile_for_hopper():
+    """Chunks stay in registers; the sums over a row are fp64."""
+    pointers = {"logits_ptr": "*bf16", "temperature_ptr": "*fp32", "maxima_ptr": "*fp32", "sums_ptr": "*fp32"}
+    pointers |= {"uniform_ptr": "*fp64", "token_ptr": "*i32", "logprob_ptr": "*fp32", "rank_ptr": "*i64"}
+    texts = [
+        compile_kernel(
+            kernel,
+            {name: kind for name, kind in pointers.items() if name in kernel.arg_names},
+            {"CHUNK": 2048} | ({"CP": 128} if "CP" in kernel.arg_names else {}),
+            90,
+            {*pointers, "stride", "V"},  # of every vocabulary that is a multiple of 16
+            num_warps=warps,
+        ).asm["ptx"]
+        for kernel, warps in ((chunk_kernel, 4), (draw_kernel, 8), (rank_kernel, 4))
+    ]
+    assert all(".local" not in text for text in texts)
+    assert "add.f64" in texts[1]
+    assert all("div.rn.f32" in text for text in texts[:2])  # logits / temperature, as in the learner
+    assert "ld.global.v4" in texts[0] and "ld.global.v4" in texts[2]
