@@ -40,6 +40,9 @@ SETTINGS = RolloutSettings(max_batch=16, max_prompt_tokens=256, max_new_tokens=6
 GRAPHS = {"compilation_config": {"cudagraph_capture_sizes": [1, 2, 4, 8, 16]}}
 CUDA = torch.device("cuda")
 SAMPLING = Sampling(24, 0.9)
+# Mean |log-prob difference| of the native model on a CPU (reference kernels) in bf16 and in fp32, with these weights
+# and prompts. The unquantized model is 0.40, 0.53 and 0.40 away from the last three.
+BF16_AGAINST_FP32 = {"bf16": 0.026, "w4a16": 0.023, "w4a4": 0.32, "w4a4_residual": 0.10}
 
 
 def spec_of(precision: Any, **changes: Any) -> QuantSpec:
@@ -92,13 +95,14 @@ def pair(request: pytest.FixtureRequest) -> Iterator[Any]:
 
 
 def test_logprobs_are_those_of_our_model(pair: Any) -> None:
-    """bf16 rounding apart; where activations are 4-bit, rounding flips codes and is amplified."""
+    """No further away than our own model is from itself when norms, attention and sums are fp32 and not bf16: where
+    activations are 4-bit, such rounding flips codes and is amplified."""
     precision, _, engine, native = pair
     prompts = make_prompts(7)
     groups = engine.generate(prompts, 2, SAMPLING, list(range(14)))
     gap = mean_gap(native.model, prompts, groups)
     print(f"{precision}: mean gap to the native model {gap:.4f}")
-    assert gap < (0.15 if "a4" in precision else 0.03)
+    assert gap < BF16_AGAINST_FP32[precision]
 
 
 def test_a_seed_draws_what_the_native_engine_draws(pair: Any) -> None:

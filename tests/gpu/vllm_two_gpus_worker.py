@@ -5,7 +5,9 @@ torchrun --nproc_per_node=2 vllm_two_gpus_worker.py SIZE FOLDER
 SIZE ranks share an engine; all responses, by rank, go to FOLDER/SIZE.pt as (token ids, log-probs).
 """
 
+import faulthandler
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -43,25 +45,37 @@ def make_learner(world: Distributed) -> MoEDecoder:
 def draw(world: Distributed, model: MoEDecoder, size: int) -> list[Completion]:
     """This rank's responses from an engine that `size` ranks share; made, synced twice, slept and closed."""
     settings = replace(SETTINGS, tensor_parallel=size, gpu_memory_gib=1.0)
+    start = time.monotonic()
+
+    def done(what: str) -> None:
+        print(f"rank {world.rank} of {size} sharing, {time.monotonic() - start:.0f} s: {what}", flush=True)
+
     engine: Any = VLLMEngine(CONFIG, SPEC, settings, torch.bfloat16, world.device, report=lambda text: None)
+    done("engine")
     everything: list[list[int]] = []
     completion = engine._completion
     engine._completion = lambda output, greedy: everything.append(list(output.token_ids)) or completion(output, greedy)
     sync(model, engine, SPEC, 0, verify=True)
     engine.wake()
+    done("first sync")
     engine.sleep()
+    done("sleep")
     sync(model, engine, SPEC, 1, verify=True)
     engine.wake()
+    done("second sync")
     prompts = make_prompts(4)[world.rank :: 2]
     groups = engine.generate(prompts, 3, SAMPLING, [100 * world.rank + i for i in range(3 * len(prompts))])
+    done("responses")
     seen = world.gather_objects(sorted(everything))
     assert (seen[0] == seen[1]) == (size == 2), "ranks of a group must draw the same, others their own"
     engine.close()
+    done("closed")
     assert in_process_group(), "closing the engine took the trainer's process group with it"
     return [c for group in groups for c in group]
 
 
 def main() -> None:
+    faulthandler.dump_traceback_later(200)  # who waits for whom
     size, folder = int(sys.argv[1]), Path(sys.argv[2])
     with init_distributed(ParallelSettings(), TrainSettings(device="cuda")) as world:
         drawn = [(c.token_ids, c.logprobs) for c in draw(world, make_learner(world), size)]
@@ -69,6 +83,7 @@ def main() -> None:
         if world.is_main:
             torch.save([response for mine in by_rank for response in mine], folder / f"{size}.pt")
         world.print(f"two ranks rolled out, {size} sharing an engine")
+    faulthandler.cancel_dump_traceback_later()
 
 
 if __name__ == "__main__":
