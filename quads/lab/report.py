@@ -2,8 +2,8 @@
 
 Runs the analyses that OUT does not hold yet for this very config and batch (small ones: minutes on a CPU), then writes
 OUT/report.html. Training comparisons take longer and are taken as they lie: OUT/recipes.json, or recipes.json in
-OUT/recipes (`python -m quads.lab recipes`), and arms.json (`... --name arms --arm ...`) likewise. The page needs
-nothing beside it: figures are inline, drawn for light and for dark.
+OUT/recipes (`python -m quads.lab recipes`), and arms.json (`... --name arms --arm ...`) and scores.json (`python -m
+quads.lab scores`) likewise. The page needs nothing beside it: figures are inline, drawn for light and for dark.
 """
 
 import importlib
@@ -25,7 +25,8 @@ from quads.lab.results import config_argv, config_parser, progress, without_out
 HELP = "all analyses of one checkpoint as a page for the browser"
 
 DEFAULT_CONFIG = "configs/tiny_quads.toml"
-TRAININGS = ("recipes", "arms")  # of the command recipes, as --name called them
+COMPARISONS = ("recipes", "arms")  # of the command recipes, as --name called them
+TRAININGS = (*COMPARISONS, "scores")  # what needs trained runs
 ANALYSES = ("gap", "layers", "channels", "ratio", "decompose", "drift")
 
 
@@ -65,7 +66,7 @@ def sections(out: Path) -> list[Section]:
 
 
 def _views(name: str, data: dict[str, Any]) -> tuple[Callable[[], Figure], str]:
-    if name in TRAININGS:
+    if name in COMPARISONS:
         several = max(arm["seeds"] for arm in data["curves"].values()) > 1
         return lambda: curves.figure(data["curves"]), recipes.table(data["summary"], several)
     module = importlib.import_module(f"quads.lab.{name}")

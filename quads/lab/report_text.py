@@ -49,6 +49,18 @@ def _recipes(data: dict[str, Any]) -> str:
     return text
 
 
+def _scores(data: dict[str, Any]) -> str:
+    by_arm: dict[str, dict[str, list[float]]] = {}
+    for row in data["rows"]:
+        by_arm.setdefault(row["arm"], {}).setdefault(row["rollout"], []).append(row["pass@1"])
+    parts = []
+    for arm, scores in by_arm.items():
+        shown = ", ".join(f"{sum(v) / len(v):.3f} in {rollout}" for rollout, v in scores.items() if rollout != "own")
+        own = scores.get("own")
+        parts.append(f"{arm} {shown}" + (f" ({sum(own) / len(own):.3f} at its own precision)" if own else ""))
+    return f"Held-out pass@1: {'; '.join(parts)}."
+
+
 def _gap(data: dict[str, Any]) -> str:
     sides, factors = data["sides"], {name: entry["mean"] for name, entry in data["factors"].items()}
     larger, smaller = sorted(("weight", "activation"), key=lambda name: -factors[name])
@@ -166,6 +178,13 @@ TEXTS = {
         "The same training run with one choice changed at a time: which matrix inputs are compensated, how many "
         "channels, how they are chosen, and what the learner quantizes. The Provenance has what each arm overrides.",
         _recipes,
+    ),
+    "scores": Text(
+        "Is the policy bad, or its rollout?",
+        "The last weights of each run, asked again under other rollout precisions: own is what the run was trained "
+        "with, bf16 quantizes nothing, w4a16 quantizes the weights alone, start is the model before training. A bar at "
+        "own far below the others is a good policy with a bad rollout.",
+        _scores,
     ),
     "gap": Text(
         "The gap: which side, which operand",

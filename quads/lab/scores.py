@@ -182,25 +182,25 @@ def means(rows: Sequence[dict[str, Any]]) -> dict[str, dict[str, list[float]]]:
     return result
 
 
-def table(rows: Sequence[dict[str, Any]], rollouts: Sequence[str]) -> str:
+def tables(data: dict[str, Any]) -> str:
     """Markdown: pass@1, means over seeds, behind them the seeds."""
     lines = []
-    for arm, of_arm in means(rows).items():
-        own = next(row["precision"] for row in rows if row["arm"] == arm)
+    for arm, of_arm in means(data["rows"]).items():
+        own = next(row["precision"] for row in data["rows"] if row["arm"] == arm)
         cells = []
-        for rollout in rollouts:
+        for rollout in data["rollouts"]:
             values = of_arm.get(rollout, [])
             each = f" ({', '.join(f'{v:.3f}' for v in values)})" if len(values) > 1 else ""
             cells.append(f"{statistics.fmean(values):.3f}{each}" if values else "-")
-        lines.append([arm, own if arm != START and "own" in rollouts else "-", *cells])
-    return markdown(["policy", "own precision", *rollouts], lines)
+        lines.append([arm, own if arm != START and "own" in data["rollouts"] else "-", *cells])
+    return markdown(["policy", "own precision", *data["rollouts"]], lines)
 
 
-def figure(rows: Sequence[dict[str, Any]], rollouts: Sequence[str]) -> Figure:
+def figure(data: dict[str, Any]) -> Figure:
     """Bars: a group for each policy, a colour for each precision."""
     fig, axes = style.new_figure(width=9.6)
-    of_arms = means(rows)
-    series = {r: [statistics.fmean(of_arm.get(r, [0.0])) for of_arm in of_arms.values()] for r in rollouts}
+    of_arms = means(data["rows"])
+    series = {r: [statistics.fmean(of_arm.get(r, [0.0])) for of_arm in of_arms.values()] for r in data["rollouts"]}
     style.grouped_bars(axes[0], list(of_arms), series, style.SEQUENCE)
     style.finish(axes[0], "Trained policies under other rollout precisions", "", "pass@1, held out", legend=True)
     return fig
@@ -235,11 +235,11 @@ def main(argv: list[str]) -> None:
     cells += [(run, rollout) for run in runs for rollout in rollouts]
     judged = judge_all(cells, args.prompts, args.samples, args.jobs)
     rows = rows_of(cells, judged)
-    text = table(rows, rollouts)
-    data = {"prompts": len(judged[0]), "samples": args.samples, "rows": rows, "table": text}
+    data = {"prompts": len(judged[0]), "samples": args.samples, "rollouts": rollouts, "rows": rows}
     data["policies"] = {f"{p.arm}_seed{p.seed}": dataclasses.asdict(p.cfg.quant) for p in runs}
+    text = tables(data)
     about = provenance("scores", argv, runs[0].cfg, sorted({policy.seed for policy in runs}))
     path = write_result(args.out, args.name, about, data)
     path.with_suffix(".md").write_text(text + "\n", encoding="utf-8")
-    style.save(figure(rows, rollouts), path.with_suffix(".png"))
+    style.save(figure(data), path.with_suffix(".png"))
     print(f"{text}\n\nwrote {path}, .md and .png")

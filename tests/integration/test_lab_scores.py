@@ -5,7 +5,7 @@ import json
 import pytest
 
 from quads.errors import UserError
-from quads.lab import scores
+from quads.lab import report, scores
 from tests.tiny_run import make_world, train_rows
 
 FEW = {"train__steps": 1, "eval__every": 0, "checkpoint__every": 0}
@@ -47,6 +47,10 @@ def test_cells_are_of_the_right_weights_and_precision(runs, tmp_path, capsys):
     )  # six digits are stored
     assert data["prompts"] == 8 and cells["still", "own"]["seed"] == 3
     assert (tmp_path / "one" / "scores.png").stat().st_size > 10_000 and "| quads" in capsys.readouterr().out
+
+    report.main(["--only-page", "--out", str(tmp_path / "one")])
+    page = (tmp_path / "one" / "report.html").read_text()
+    assert "Is the policy bad" in page and f"still {cells['still', 'bf16']['pass@1']:.3f} in bf16" in page
 
     several, _ = judge(tmp_path / "two", folders, "--rollouts", "own,bf16,w4a4", "--jobs", "2")
     assert several["rows"] == data["rows"]
