@@ -1,39 +1,38 @@
 """Find the launch configurations of the 4-bit GEMM on this GPU and write quads/quant/tuned/NAME.json.
 
-    python -m benchmarks.tune_kernels OUT.json [moe] [dense]
-
-Classes that are not asked for are taken over from OUT.json, if it exists.
+    python -m benchmarks.tune_kernels OUT.json [moe] [dense] [--tokens 16,64] [--seconds 60]
 
 Times one layer of 128 experts (hidden 2048, width 768, top-8) and the attention projections (2048 -> 5120, 4096 ->
 2048). Candidates are compiled by all CPU cores first, in processes of their own.
 """
 
+import argparse
+import functools
 import itertools
 import json
 import os
 import re
-import sys
 import time
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
 
 import torch
+import triton
 
 from benchmarks.timing import graph_us
 from quads.quant import kernels
 from quads.quant.kernels_dense import expanded
-from quads.quant.kernels_gemm import w4_gemm_kernel
-from quads.quant.kernels_moe import max_blocks, route
+from quads.quant.kernels_moe import Routing, max_blocks, route
 from quads.quant.kernels_quantize import Compensation, Operand
 from quads.quant.kernels_tune import ShapeClass, Tile
 
 EXPERTS, HIDDEN, WIDTH, TOP_K = 128, 2048, 768, 8
 SHAPES = {"w13": (2 * WIDTH, HIDDEN), "w2": (HIDDEN, WIDTH), "qkv": (5120, 2048), "o": (2048, 4096)}
-MODES = {"w13": "gather", "w2": "scatter", "qkv": "dense", "o": "dense"}
 ROUTED = {1: (8,), 16: (8,), 64: (8, 16), 256: (16, 32), 1024: (32, 64), 4096: (64, 128)}
 DENSE = {1: (8,), 16: (8, 16), 64: (16, 32, 64), 256: (32, 64, 128)}
-NUMBERS = ("n_rows", "N", "NB", "KB", "stride_x", "stride_out")
+TABLES = {"moe": (ROUTED, ("w13", "w2")), "dense": (DENSE, ("qkv", "o"))}
 MULTIPROCESSORS = 132
 CLASS_ENDS = {1: 0.5, 16: 2, 64: 6, 256: 24, 1024: 96, 4096: None}  # tokens per expert
 
@@ -48,6 +47,10 @@ def candidates(bm: int, residual: bool) -> list[Tile]:
         if columns > 16 and warps < 4 or columns > 128 and bn == 128:
             continue
         out.append(Tile(bn, kstep, stages, warps))
+        if columns <= 64:
+            out += [
+                Tile(bn, kstep, stages, warps, 1, programs) for programs in ((4, 5, 6) if warps == 2 else (2, 3, 4))
+            ]
     return out
 
 
@@ -64,57 +67,9 @@ def dense_candidates(layer: str, tokens: int, bm: int, residual: bool) -> list[T
     return out
 
 
-def arguments(layer: str, tokens: int, bm: int, tile: Tile, residual: bool) -> dict:
-    n, k = SHAPES[layer]
-    routed = layer in ("w13", "w2")
-    pairs = tokens * TOP_K if routed else tokens
-    stride_out = {"w13": WIDTH, "w2": HIDDEN}.get(layer, n)
-    numbers = {
-        "n_rows": pairs,
-        "N": n,
-        "NB": -(-n // 128),
-        "KB": -(-k // 128),
-        "stride_x": k,
-        "stride_out": stride_out,
-    }
-    constants = {
-        "TOP_K": TOP_K if layer == "w13" else 1,
-        "BM": bm,
-        "BN": tile.bn,
-        "KSTEP": tile.kstep if -(-k // 128) // tile.split % tile.kstep == 0 else 1,
-        "MODE": MODES[layer],
-        "SCALED": True,
-        "RESIDUAL": residual,
-        "SPLIT": tile.split,
-        "ASM": True,
-        "launch_pdl": pairs >= EXPERTS if routed else tokens <= 16,
-        "num_warps": tile.warps,
-        "num_stages": tile.stages,
-    }
-    return {**numbers, **constants}
-
-
-def signature(args: dict) -> str:
-    """What tells compiled kernels apart: constants, and which integers are 1 or multiples of 16."""
-    kinds = {name: (value == 1, value % 16 == 0) for name, value in args.items() if name in NUMBERS}
-    return str(args | kinds)
-
-
-def precompile(job: tuple) -> None:
-    pointers = (torch.bfloat16, torch.float32, torch.int16, torch.uint8, torch.float32, torch.int32, torch.int32)
-    try:
-        out = torch.bfloat16 if job[3].split == 1 else torch.float32
-        w4_gemm_kernel.warmup(*pointers, out, grid=(1,), **arguments(*job))
-    except Exception as error:  # a configuration that does not fit is found again, and skipped, when it is timed
-        print("does not compile:", job, str(error)[:80])
-
-
-def precompile_expanded(shape: tuple[int, int]) -> None:
-    for residual in (False, True):
-        expand_us([weight(shape)], 64, residual)
-
-
-def measure(layer: str, tokens: int, bm: int, tile: Tile, residual: bool, weights: list, routings: list) -> float:
+def launcher(job: tuple, weights: list, routings: list) -> Callable[[int], None]:
+    """The GEMM of a job (layer, tokens, bm, tile, residual) with the i-th weight and routing."""
+    layer, tokens, bm, tile, residual = job
     n, k = SHAPES[layer]
     routed = layer in ("w13", "w2")
     blocks = max_blocks(tokens * TOP_K, EXPERTS, bm) if routed else -(-tokens // bm)
@@ -133,8 +88,43 @@ def measure(layer: str, tokens: int, bm: int, tile: Tile, residual: bool, weight
         else:
             kernels._gemm(operand, weight, out, "dense", row, "", blocks, tokens)
 
-    repeats = 8 if tokens <= 256 else 4
+    return call
+
+
+def measure(job: tuple, weights: list, routings: list) -> float:
+    call = launcher(job, weights, routings)
+    repeats = 8 if job[1] <= 256 else 4
     return graph_us([lambda i=i: call(i) for i in range(repeats)], replays=5)
+
+
+def shape_of(layer: str) -> tuple[int, ...]:
+    return (EXPERTS, *SHAPES[layer]) if layer in ("w13", "w2") else SHAPES[layer]
+
+
+@functools.cache
+def blank(layer: str) -> kernels.KernelWeight:
+    """A weight whose bytes do not matter."""
+    return kernels.KernelWeight(shape_of(layer), swiglu=layer == "w13", device="cuda")
+
+
+def precompile(job: tuple) -> None:
+    """One launch, as it will be timed: what a kernel is compiled for depends on every argument."""
+    _, tokens, bm, *_ = job
+    routings = [] if job[0] in ("qkv", "o") else [random_routing(tokens, bm)]
+    try:
+        launcher(job, [blank(job[0])], routings)(0)
+        torch.cuda.synchronize()
+    except Exception as error:  # a configuration that does not fit is found again, and skipped, when it is timed
+        print("does not compile:", job, str(error)[:80])
+
+
+def precompile_expanded(layer: str) -> None:
+    for residual in (False, True):
+        expand_us([blank(layer)], 64, residual)
+
+
+def random_routing(tokens: int, bm: int) -> Routing:
+    return route(torch.rand(tokens, EXPERTS, device="cuda").topk(TOP_K).indices, EXPERTS, bm)
 
 
 def expand_us(weights: list, tokens: int, residual: bool) -> float:
@@ -156,112 +146,126 @@ def pretty(content: dict) -> str:
     return re.sub(r"\{\s+(\"up_to\"[^{}]*?)\s+\}", lambda m: "{" + re.sub(r"\s+", " ", m[1]) + "}", text) + "\n"
 
 
-def main() -> None:
-    began = time.monotonic()
-    asked = sys.argv[2:] or ["moe", "dense"]
-    tables = [each for each in (("moe", ROUTED, ("w13", "w2")), ("dense", DENSE, ("qkv", "o"))) if each[0] in asked]
+def find_jobs(asked: list[str], sizes: list[int]) -> list[tuple]:
     jobs = []
-    for name, table, layers in tables:
-        for tokens, bms in table.items():
+    for name, (table, layers) in TABLES.items():
+        for tokens, bms in table.items() if name in asked else ():
             for bm, residual, layer in itertools.product(bms, (False, True), layers):
-                if residual and (bm > 64 or layer == "w2"):  # w2 is compensated only on request: plain tiles serve
-                    continue
-                routed = name == "moe"
-                tiles = candidates(bm, residual) if routed else dense_candidates(layer, tokens, bm, residual)
+                if tokens not in sizes or residual and (bm > 64 or layer == "w2"):
+                    continue  # w2 is compensated only on request: plain tiles serve
+                tiles = candidates(bm, residual) if name == "moe" else dense_candidates(layer, tokens, bm, residual)
                 jobs += [(layer, tokens, bm, tile, residual) for tile in tiles]
-    distinct = {signature(arguments(*job)): job for job in jobs}
-    print(len(jobs), "configurations,", len(distinct), "kernels", flush=True)
-    stacks: dict[str, list] = {}
+    return jobs
+
+
+def compile_all(jobs: list[tuple], dense: bool) -> None:
     with ProcessPoolExecutor(os.cpu_count(), mp_context=get_context("spawn")) as pool:
-        waiting = []
-        if "dense" in asked:
-            waiting += [pool.submit(precompile_expanded, SHAPES[layer]) for layer in ("qkv", "o")]
+        waiting = [pool.submit(precompile_expanded, layer) for layer in ("qkv", "o") if dense]
+        distinct = {}
+        for job in jobs:
+            layer, tokens, bm, tile, residual = job
+            kernel = tile._replace(programs=min(tile.programs, 1))
+            distinct.setdefault((layer, tokens == 1, tokens <= 16, bm, kernel, residual), job)
         waiting += [pool.submit(precompile, job) for job in distinct.values()]
-        if "moe" in asked:
-            stacks["w13"] = [weight((EXPERTS, 2 * WIDTH, HIDDEN), True) for _ in range(2)]
-            stacks["w2"] = [weight((EXPERTS, HIDDEN, WIDTH)) for _ in range(2)]
-        if "dense" in asked:
-            stacks |= {layer: [weight(SHAPES[layer]) for _ in range(16)] for layer in ("qkv", "o")}
         for each in waiting:
             each.result()
-    print(f"compiled after {time.monotonic() - began:.0f} s", flush=True)
+
+
+def time_all(jobs: list[tuple], stacks: dict[str, list], until: float) -> dict[tuple, float]:
+    """Microseconds of each job, of as many as there is time for."""
     times: dict[tuple, float] = {}
-    routing_cache: dict[tuple, list] = {}
+    routings: dict[tuple, list] = {}
     for job in jobs:
-        layer, tokens, bm, tile, residual = job
-        if layer in ("w13", "w2") and (tokens, bm) not in routing_cache:
-            ids = [torch.rand(tokens, EXPERTS, device="cuda").topk(TOP_K).indices for _ in range(8)]
-            routing_cache[tokens, bm] = [route(each, EXPERTS, bm) for each in ids]
+        layer, tokens, bm, *_ = job
+        if time.monotonic() > until:
+            print(len(jobs) - len(times), "configurations not timed", flush=True)
+            break
+        if layer in ("w13", "w2") and (tokens, bm) not in routings:
+            routings[tokens, bm] = [random_routing(tokens, bm) for _ in range(8)]
         try:
-            times[job] = measure(*job, stacks[layer], routing_cache.get((tokens, bm), []))
+            times[job] = measure(job, stacks[layer], routings.get((tokens, bm), []))
         except Exception as error:
             print("skipped:", job, type(error).__name__, str(error)[:100], flush=True)
-    print(f"timed after {time.monotonic() - began:.0f} s", flush=True)
+    return times
 
-    target = Path(sys.argv[1])
-    classes: dict[str, list] = json.loads(target.read_text())["classes"] if target.exists() else {}
-    classes = {name: rows for name, rows in classes.items() if name.removesuffix("_residual") not in asked}
-    best_us: dict[tuple[str, int], float] = {}
-    for residual in (False, True):
-        suffix = "_residual" if residual else ""
-        for name, table, pair in tables:
-            rows = classes.setdefault(name + suffix, [])
-            for tokens, bms in table.items():
-                options = []
-                for bm in bms:
-                    found = {job: us for job, us in times.items() if job[1] == tokens and job[2] == bm}
-                    if name == "moe":
-                        first = {job[3]: us for job, us in found.items() if job[0] == "w13" and job[4] == residual}
-                        second = {job[3]: us for job, us in found.items() if job[0] == "w2" and not job[4]}
-                        if first and second:
-                            best = [min(each, key=each.get) for each in (first, second)]
-                            options.append((first[best[0]] + second[best[1]], bm, best, first, second))
-                    else:
-                        first, second = (
-                            {job[3]: us for job, us in found.items() if job[0] == layer and job[4] == residual}
-                            for layer in pair
-                        )
-                        if first and second:
-                            best = [min(each, key=each.get) for each in (first, second)]
-                            options.append((first[best[0]] + second[best[1]], bm, best, first, second))
-                us, bm, best, first, second = min(options, key=lambda option: option[0])
-                row: dict = {"up_to": CLASS_ENDS[tokens] if name == "moe" else tokens}
-                row["bm"] = bm
-                for layer, tile in zip(("w13", "w2") if name == "moe" else ("dense", "narrow"), best, strict=True):
-                    row[layer] = list(tile)
-                rows.append(row)
-                best_us[name + suffix, tokens] = us
-                for other in sorted(options):
-                    print(
-                        name + suffix,
-                        tokens,
-                        "bm",
-                        other[1],
-                        [tuple(t) for t in other[2]],
-                        f"{other[0]:.1f} us",
-                        end=" ",
-                    )
-                    print(f"= {min(other[3].values()):.1f} + {min(other[4].values()):.1f}")
-    if "dense" in asked:
-        for residual in (False, True):
-            name = "dense_residual" if residual else "dense"
-            for tokens in DENSE:
-                us = sum(expand_us(stacks[layer], tokens, residual) for layer in ("qkv", "o"))
-                print(name, tokens, f"expanded: {us:.1f} us with quantization")
-                if us - 6 < best_us[name, tokens]:  # the other time is without quantization
-                    classes[name] = [row for row in classes[name] if row["up_to"] < tokens]
-                    break
-            classes[name].append({"up_to": None, "bm": 64, "dense": [128, 1, 3, 4], "expand": True})
+
+def best_row(times: dict[tuple, float], name: str, tokens: int, residual: bool) -> tuple[float, dict] | None:
+    """(microseconds of both layers, the row of the tuning file) for the fastest bm; None if none was timed."""
+    table, pair = TABLES[name]
+    options = []
+    for bm in table[tokens]:
+        tiles = []
+        for layer in pair:
+            plain = not residual or layer == "w2"
+            us = {j[3]: t for j, t in times.items() if j[:3] == (layer, tokens, bm) and j[4] != plain}
+            tiles.append(min(((t, tile) for tile, t in us.items()), default=None))
+        if None not in tiles:
+            options.append((tiles[0][0] + tiles[1][0], bm, tiles))
+    for total, bm, ((first, tile), (second, other)) in sorted(options):
+        label = name + (" residual" if residual else "")
+        print(f"{label} {tokens}: bm {bm} {first:.1f} {tuple(tile)} + {second:.1f} {tuple(other)} = {total:.1f} us")
+    if not options:
+        return None
+    total, bm, ((_, tile), (_, other)) = min(options)
+    names = ("w13", "w2") if name == "moe" else ("dense", "narrow")
+    up_to = CLASS_ENDS[tokens] if name == "moe" else tokens
+    return total, {"up_to": up_to, "bm": bm, names[0]: list(tile), names[1]: list(other)}
+
+
+def expand_from(stacks: dict[str, list], best: dict[int, float], residual: bool) -> float:
+    """The most tokens that the GEMM still serves faster than torch with an expanded weight does."""
+    name, served = "dense residual" if residual else "dense", 0
+    for tokens, gemms in best.items():
+        us = sum(expand_us(stacks[layer], tokens, residual) for layer in ("qkv", "o"))
+        print(f"{name} {tokens}: by an expanded weight {us:.1f} us, quantization included")
+        if us - 6 < gemms:  # the GEMMs were timed without their two quantizations
+            break
+        served = tokens
+    return served
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", type=Path, help="tuning file; classes that are not timed keep their rows")
+    parser.add_argument("layers", nargs="*", default=["moe", "dense"])
+    parser.add_argument("--tokens", default=",".join(map(str, ROUTED)))
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="time nothing new after so long")
+    args = parser.parse_args()
+    began = time.monotonic()
+    jobs = find_jobs(args.layers, [int(each) for each in args.tokens.split(",")])
+    print(len(jobs), "configurations", flush=True)
+    compile_all(jobs, "dense" in args.layers)
+    print(f"compiled after {time.monotonic() - began:.0f} s", flush=True)
+    stacks = {
+        layer: [weight(shape_of(layer), layer == "w13") for _ in range(2)]
+        for layer in ("w13", "w2")
+        if "moe" in args.layers
+    }
+    stacks |= {layer: [weight(SHAPES[layer]) for _ in range(16)] for layer in ("qkv", "o") if "dense" in args.layers}
+    times = time_all(jobs, stacks, began + args.seconds)
+    print(f"timed after {time.monotonic() - began:.0f} s", flush=True)
+    args.out.with_suffix(".all").write_text(json.dumps([[*j[:3], *j[3], j[4], us] for j, us in times.items()]))
+
+    classes: dict[str, list] = json.loads(args.out.read_text())["classes"] if args.out.exists() else {}
+    for name, residual in itertools.product(args.layers, (False, True)):
+        found = {tokens: best_row(times, name, tokens, residual) for tokens in TABLES[name][0]}
+        found = {tokens: each for tokens, each in found.items() if each is not None}
+        rows = {row["up_to"]: row for row in classes.get(name + "_residual" * residual, [])}
+        rows |= {row["up_to"]: row for _, row in found.values()}
+        if name == "dense":
+            served = expand_from(stacks, {tokens: us for tokens, (us, _) in found.items()}, residual)
+            rows = {up_to: row for up_to, row in rows.items() if up_to is not None and up_to <= served}
+            rows[None] = {"up_to": None, "bm": 64, "dense": [128, 1, 3, 4], "expand": True}
+        order = sorted(rows, key=lambda up_to: float("inf") if up_to is None else up_to)
+        classes[name + "_residual" * residual] = [rows[up_to] for up_to in order]
     content = {
         "device": torch.cuda.get_device_name(),
         "found_by": "python -m benchmarks.tune_kernels",
-        "versions": {"torch": torch.__version__, "triton": __import__("triton").__version__},
-        "tile": ["bn", "kstep", "stages", "warps"],
+        "versions": {"torch": torch.__version__, "triton": triton.__version__},
+        "tile": list(Tile._fields),
         "classes": classes,
     }
-    target.write_text(pretty(content))
-    every = [[*job[:3], *job[3], job[4], us] for job, us in times.items()]
-    target.with_suffix(".all").write_text(json.dumps(every))
+    args.out.write_text(pretty(content))
 
 
 if __name__ == "__main__":

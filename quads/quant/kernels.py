@@ -19,14 +19,22 @@ from torch import Tensor
 
 from quads.errors import UserError
 from quads.quant import kernels_native
+from quads.quant.kernels_decode import w4_decode_kernel
 from quads.quant.kernels_dense import expanded, sum_parts
 from quads.quant.kernels_gemm import w4_gemm_kernel
 from quads.quant.kernels_layout import TILE
 from quads.quant.kernels_math import compiled
-from quads.quant.kernels_moe import Routing, combine, route
+from quads.quant.kernels_moe import Routing, combine, empty_map, map_arguments, route
 from quads.quant.kernels_pack import dequantize, qdq, quantize
-from quads.quant.kernels_quantize import Compensation, Operand, budget, quantize_activations, reorder_activations
-from quads.quant.kernels_tune import NARROW, Layer, ShapeClass, Tile, shape_class, tile
+from quads.quant.kernels_quantize import (
+    SCORED_ROWS,
+    Compensation,
+    Operand,
+    budget,
+    quantize_activations,
+    reorder_activations,
+)
+from quads.quant.kernels_tune import NARROW, Layer, ShapeClass, Tile, multiprocessors, shape_class, tile
 from quads.quant.kernels_weight import KernelWeight
 from quads.quant.residual import PackedPair, Selection
 
@@ -88,11 +96,11 @@ def _operand(
     live: Tensor | None,
     stored: bool = False,
     slots: tuple[Tensor, int] | None = None,
-    after_route: bool = False,
+    route: dict | None = None,
 ) -> Operand:
     """The activations of one GEMM at a precision."""
     if precision == "w4a16":
-        return Operand(x, None, None, False) if stored else reorder_activations(x, weight.k, after_route)
+        return Operand(x, None, None, False) if stored else reorder_activations(x, weight.k, live, route)
     keeps_some = precision == "w4a4_residual" and budget(weight.k, compensation) > 0  # without channels no residual
     operand, _ = quantize_activations(
         x,
@@ -102,7 +110,7 @@ def _operand(
         codes=weight.path == "native_fp4",
         stored=stored,
         slots=slots,
-        after_route=after_route,
+        route=route,
     )
     return operand
 
@@ -126,6 +134,7 @@ def _gemm(
         return
     nb, kb = weight.words.shape[1:3]
     unused = weight.g
+    main_rows = operand.data.shape[0] // (2 if operand.residual else 1)
     # Launched while the kernel before it runs, a grid that does not fill the GPU lands unevenly on it: measured slower.
     overlap = n_rows <= 16 if mode == "dense" else n_rows >= weight.experts
 
@@ -133,34 +142,38 @@ def _gemm(
         split = choice.split if kb % choice.split == 0 else 1
         kstep = choice.kstep if kb // split % choice.kstep == 0 else 1
         target = out if split == 1 else torch.empty(split, *out.shape, dtype=torch.float32, device=out.device)
-        w4_gemm_kernel[(blocks * nb * (TILE // choice.bn) * split,)](
-            operand.data,
-            unused if operand.scale is None else operand.scale,
-            weight.words,
-            weight.scales,
-            weight.g,
-            unused if routing is None else routing.rows,
-            unused if routing is None else routing.expert,
-            target,
-            n_rows,
-            weight.n,
-            nb,
-            kb,
-            operand.data.stride(0),
-            out.stride(0),
-            TOP_K=top_k,
-            BM=row.bm,
-            BN=choice.bn,
-            KSTEP=kstep,
-            MODE=mode,
-            SCALED=operand.scale is not None,
-            RESIDUAL=operand.residual,
-            SPLIT=split,
-            ASM=compiled(),
-            num_warps=choice.warps,
-            num_stages=choice.stages,
-            launch_pdl=compiled() and overlap,
-        )
+        arguments = {
+            "x_ptr": operand.data,
+            "x_scale_ptr": unused if operand.scale is None else operand.scale,
+            "w_ptr": weight.words,
+            "s_ptr": weight.scales,
+            "g_ptr": weight.g,
+            "rows_ptr": unused if routing is None else routing.rows,
+            "expert_ptr": unused if routing is None else routing.expert,
+            "out_ptr": target,
+            "n_rows": n_rows,
+            "N": weight.n,
+            "NB": nb,
+            "stride_x": operand.data.stride(0),
+            "stride_out": out.stride(0),
+            "TOP_K": top_k,
+            "BM": row.bm,
+            "BN": choice.bn,
+            "KSTEP": kstep,
+            "MODE": mode,
+            "SCALED": operand.scale is not None,
+            "RESIDUAL": operand.residual,
+            "ASM": compiled(),
+            "num_warps": choice.warps,
+            "num_stages": choice.stages,
+            "launch_pdl": compiled() and overlap,
+        }
+        if choice.programs and routing is not None:
+            w4_decode_kernel[(choice.programs * multiprocessors(out.device),)](
+                used_ptr=routing.used, half_rows=main_rows, STEPS=kb // kstep, **arguments
+            )
+            return
+        w4_gemm_kernel[(blocks * nb * (TILE // choice.bn) * split,)](KB=kb, SPLIT=split, **arguments)
         if split > 1:
             sum_parts(target, out)
 
@@ -212,11 +225,13 @@ def moe(
     name = "moe_residual" if "w4a4_residual" in at.values() else "moe"
     row = shape_class(x_TH.device, name, tokens * top_k / w13.experts, w13.path == "native_fp4")
     live = _bytes(live_T)
-    routing = route(topk_ids_TA, w13.experts, row.bm, live)
+    decode = w13.path == "decoded" and tokens <= SCORED_ROWS  # the quantizer of x writes the routing map as well
+    routing = empty_map(topk_ids_TA, w13.experts, row.bm) if decode else route(topk_ids_TA, w13.experts, row.bm, live)
+    job = map_arguments(routing, topk_ids_TA, w13.experts) if decode else None
     blocks, pairs = routing.expert.numel(), routing.pairs
 
     hidden = torch.empty(blocks * row.bm, w13.hidden_width, dtype=torch.bfloat16, device=x_TH.device)
-    operand = _operand(x_TH, w13, at["w13"], compensation, live, after_route=True)
+    operand = _operand(x_TH, w13, at["w13"], compensation, live, route=job)
     _gemm(operand, w13, hidden, "w13", row, name, blocks, pairs, routing, top_k)
 
     live_slots = (routing.rows < pairs).view(torch.uint8) if at["w2"] == "w4a4_residual" else None

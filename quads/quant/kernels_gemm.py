@@ -143,6 +143,53 @@ def silu_mul(gate, up, ASM: tl.constexpr):
 
 
 @triton.jit
+def multiply(words, scale_bytes, x0, x1, x2, x3, acc, BN: tl.constexpr, KSTEP: tl.constexpr, ASM: tl.constexpr):
+    """acc + one K step: words [BN, CW], scale bytes [BN, 8 KSTEP], the four parts of x [CW, MB]."""
+    if ASM:
+        w0, w1, w2, w3 = decode_asm(words, scale_bytes, BN, KSTEP)
+    else:
+        w0, w1, w2, w3 = decode_plain(words, scale_bytes, BN, KSTEP)
+    acc = _mma(w0, x0, acc, ASM)
+    acc = _mma(w1, x1, acc, ASM)
+    acc = _mma(w2, x2, acc, ASM)
+    acc = _mma(w3, x3, acc, ASM)
+    if ASM:
+        # Triton 3.6 leaves the last MMA pending over the loop's back edge while the next iteration overwrites its
+        # register operand (a race, seen as errors that move). Reading the accumulator makes it wait here.
+        acc = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [acc], dtype=tl.float32, is_pure=True, pack=1)
+    return acc
+
+
+@triton.jit
+def main_minus_residual(acc, BN: tl.constexpr, BM: tl.constexpr):
+    """[BN, 2 BM], columns of main and then of the residual -> [BN, BM]."""
+    sign = tl.where(tl.arange(0, 2 * BM) // BM == 0, 1.0, -1.0)
+    return tl.sum(tl.reshape(acc * sign[None, :], (BN, 2, BM)), axis=1)
+
+
+@triton.jit
+def store_swiglu(out_ptr, acc, slot, n0, stride_out, BN: tl.constexpr, BM: tl.constexpr, ASM: tl.constexpr):
+    """out[slot, :] = SwiGLU of the gate and up rows from n0 on."""
+    pairs = tl.permute(tl.reshape(acc, (BN // 16, 2, 8, BM)), (0, 2, 3, 1))
+    gate, up = tl.split(pairs)
+    hidden = tl.reshape(silu_mul(gate, up, ASM), (BN // 2, BM))
+    n = n0 // 2 + tl.arange(0, BN // 2)
+    tl.store(out_ptr + slot.to(tl.int64)[None, :] * stride_out + n[:, None], hidden)
+
+
+@triton.jit
+def store_rows(out_ptr, acc, out_row, n0, n_rows, N, stride_out, BN: tl.constexpr, ASM: tl.constexpr):
+    """out[out_row, n0 : n0 + BN], bfloat16, or fp32 for a share of K."""
+    n = n0 + tl.arange(0, BN)
+    keep = (out_row < n_rows)[None, :] & (n < N)[:, None]
+    at = out_ptr + out_row.to(tl.int64)[None, :] * stride_out + n[:, None]
+    if out_ptr.dtype.element_ty == tl.float32:
+        tl.store(at, acc, mask=keep)
+    else:
+        tl.store(at, to_bf16(acc, ASM), mask=keep)
+
+
+@triton.jit
 def w4_gemm_kernel(
     x_ptr,
     x_scale_ptr,
@@ -235,18 +282,7 @@ def w4_gemm_kernel(
         x1 = tl.load(x_ptrs + 32, mask=there[None, :], other=0.0)
         x2 = tl.load(x_ptrs + 64, mask=there[None, :], other=0.0)
         x3 = tl.load(x_ptrs + 96, mask=there[None, :], other=0.0)
-        if ASM:
-            w0, w1, w2, w3 = decode_asm(words, scale_bytes, BN, KSTEP)
-        else:
-            w0, w1, w2, w3 = decode_plain(words, scale_bytes, BN, KSTEP)
-        acc = _mma(w0, x0, acc, ASM)
-        acc = _mma(w1, x1, acc, ASM)
-        acc = _mma(w2, x2, acc, ASM)
-        acc = _mma(w3, x3, acc, ASM)
-        if ASM:
-            # Triton 3.6 leaves the last MMA pending over the loop's back edge while the next iteration overwrites its
-            # register operand (a race, seen as errors that move). Reading the accumulator makes it wait here.
-            acc = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [acc], dtype=tl.float32, is_pure=True, pack=1)
+        acc = multiply(words, scale_bytes, x0, x1, x2, x3, acc, BN, KSTEP, ASM)
         w_ptrs += KSTEP * 4096
         s_ptrs += KSTEP * 1024
         x_ptrs += KSTEP * 128
@@ -255,24 +291,11 @@ def w4_gemm_kernel(
     if SCALED:
         acc *= tl.load(x_scale_ptr + x_row, mask=there, other=0.0)[None, :]
     if RESIDUAL:
-        sign = tl.where(column // BM == 0, 1.0, -1.0)
-        acc = tl.sum(tl.reshape(acc * sign[None, :], (BN, 2, BM)), axis=1)
-
+        acc = main_minus_residual(acc, BN, BM)
     slot = block * BM + tl.arange(0, BM)
     if MODE == "gather":
-        pairs = tl.permute(tl.reshape(acc, (BN // 16, 2, 8, BM)), (0, 2, 3, 1))
-        gate, up = tl.split(pairs)
-        hidden = tl.reshape(silu_mul(gate, up, ASM), (BN // 2, BM))
-        n = n0 // 2 + tl.arange(0, BN // 2)
-        tl.store(out_ptr + slot.to(tl.int64)[None, :] * stride_out + n[:, None], hidden)
+        store_swiglu(out_ptr, acc, slot, n0, stride_out, BN, BM, ASM)
     else:
-        out_row = slot
-        if MODE == "scatter":
-            out_row = tl.load(rows_ptr + slot)
-        n = n0 + tl.arange(0, BN)
-        keep = (out_row < n_rows)[None, :] & (n < N)[:, None]
-        offsets = out_row.to(tl.int64)[None, :] * stride_out + n[:, None]
-        if SPLIT > 1:
-            tl.store(out_ptr + part.to(tl.int64) * n_rows * stride_out + offsets, acc, mask=keep)
-        else:
-            tl.store(out_ptr + offsets, to_bf16(acc, ASM), mask=keep)
+        out_row = tl.load(rows_ptr + slot) if MODE == "scatter" else slot
+        out_ptr += part.to(tl.int64) * n_rows * stride_out
+        store_rows(out_ptr, acc, out_row, n0, n_rows, N, stride_out, BN, ASM)

@@ -152,6 +152,13 @@ def keep_top(key, index, keep, TOP_BIT: tl.constexpr, INDEX_BITS: tl.constexpr, 
 
 
 @triton.jit
+def stored_column(position):
+    """The column at a position of a row in the GEMM's order (kernels_layout.activation_order)."""
+    p = position % 128
+    return position - p + (p % 8) * 16 + ((p // 8) % 4) * 4 + p // 32
+
+
+@triton.jit
 def tile_columns(KP: tl.constexpr, STORED: tl.constexpr):
     """(position in memory, column) of a row tile: natural [KP/16, 16], or the GEMM's order [KP/128, 16, 8]."""
     if STORED:

@@ -20,6 +20,7 @@ class Routing(NamedTuple):
 
     rows: Tensor  # int32 [blocks * bm]: flat index t * A + a, or `pairs` in a padding slot
     expert: Tensor  # int32 [blocks], -1: unused
+    used: Tensor  # int32 [1], the blocks in use, which come first
     pairs: int
     bm: int
 
@@ -41,11 +42,13 @@ def _load_ids(ids_ptr, live_ptr, i, n_pairs, TOP_K: tl.constexpr, E: tl.constexp
 
 
 @triton.jit
-def route_kernel(
+def write_slots(
+    e,
     ids_ptr,
     live_ptr,
-    rows_ptr,
+    map_ptr,
     expert_ptr,
+    used_ptr,
     n_pairs,
     n_blocks,
     TOP_K: tl.constexpr,
@@ -54,13 +57,9 @@ def route_kernel(
     CHUNK: tl.constexpr,
     BM: tl.constexpr,
     HAS_LIVE: tl.constexpr,
-    ASM: tl.constexpr,
 ):
-    """Program e writes the slots of expert e: rows[slot] = flat index, or n_pairs in padding slots; expert[block] = e,
-    or -1 for blocks that nobody uses. Every program counts all ids itself, so one launch is enough."""
-    wait_for_previous(ASM)
-    start_next(ASM)  # after the wait: the next kernel may rely on all earlier ones having finished (AFTER_ROUTE)
-    e = tl.program_id(0)
+    """The slots of expert e: map[slot] = flat index, or n_pairs in padding slots; expert[block] = e, or -1 for blocks
+    that nobody uses. Every program counts all ids itself, so one launch is enough."""
     bins = tl.arange(0, BINS)
     lane = tl.arange(0, CHUNK)
     ids = _load_ids(ids_ptr, live_ptr, lane, n_pairs, TOP_K, E, HAS_LIVE)  # of a decode step, all of them
@@ -74,20 +73,59 @@ def route_kernel(
 
     slot = first * BM
     hit = (ids == e).to(tl.int32)
-    tl.store(rows_ptr + slot + tl.cumsum(hit, 0) - 1, lane, mask=hit != 0)
+    tl.store(map_ptr + slot + tl.cumsum(hit, 0) - 1, lane, mask=hit != 0)
     slot += tl.sum(hit)
     for start in range(CHUNK, n_pairs, CHUNK):
         hit = (_load_ids(ids_ptr, live_ptr, start + lane, n_pairs, TOP_K, E, HAS_LIVE) == e).to(tl.int32)
-        tl.store(rows_ptr + slot + tl.cumsum(hit, 0) - 1, start + lane, mask=hit != 0)
+        tl.store(map_ptr + slot + tl.cumsum(hit, 0) - 1, start + lane, mask=hit != 0)
         slot += tl.sum(hit)
     last = first + (mine + BM - 1) // BM
     pad = slot + tl.arange(0, BM)
-    tl.store(rows_ptr + pad, tl.zeros((BM,), dtype=tl.int32) + n_pairs, mask=pad < last * BM)
+    tl.store(map_ptr + pad, tl.zeros((BM,), dtype=tl.int32) + n_pairs, mask=pad < last * BM)
+    tl.store(used_ptr, used)  # the same number from every program
     for block in range(first, last):
         tl.store(expert_ptr + block, e)
     for block in range(used + e, n_blocks, E):
         tl.store(expert_ptr + block, -1)
-        tl.store(rows_ptr + block * BM + tl.arange(0, BM), tl.zeros((BM,), dtype=tl.int32) + n_pairs)
+        tl.store(map_ptr + block * BM + tl.arange(0, BM), tl.zeros((BM,), dtype=tl.int32) + n_pairs)
+
+
+@triton.jit
+def route_kernel(
+    ids_ptr,
+    live_ptr,
+    map_ptr,
+    expert_ptr,
+    used_ptr,
+    n_pairs,
+    n_blocks,
+    TOP_K: tl.constexpr,
+    E: tl.constexpr,
+    BINS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BM: tl.constexpr,
+    HAS_LIVE: tl.constexpr,
+    ASM: tl.constexpr,
+):
+    """The whole map, a program an expert."""
+    start_next(ASM)
+    wait_for_previous(ASM)
+    write_slots(
+        tl.program_id(0),
+        ids_ptr,
+        live_ptr,
+        map_ptr,
+        expert_ptr,
+        used_ptr,
+        n_pairs,
+        n_blocks,
+        TOP_K,
+        E,
+        BINS,
+        CHUNK,
+        BM,
+        HAS_LIVE,
+    )
 
 
 @triton.jit
@@ -124,31 +162,43 @@ def combine_kernel(
     tl.store(out_ptr + t.to(tl.int64) * H + h, to_bf16(tl.sum(product, axis=0), ASM), mask=h < H)
 
 
+def empty_map(ids_TA: Tensor, experts: int, bm: int) -> Routing:
+    """Room for a map, and its sizes."""
+    pairs = ids_TA.numel()
+    blocks = max_blocks(pairs, experts, bm)
+    rows, expert, used = (torch.empty(n, dtype=torch.int32, device=ids_TA.device) for n in (blocks * bm, blocks, 1))
+    return Routing(rows, expert, used, pairs, bm)
+
+
+def map_arguments(routing: Routing, ids_TA: Tensor, experts: int) -> dict:
+    """What a kernel needs to write the map, by the names of `write_slots`."""
+    return {
+        "ids_ptr": ids_TA,
+        "map_ptr": routing.rows,
+        "expert_ptr": routing.expert,
+        "used_ptr": routing.used,
+        "n_pairs": routing.pairs,
+        "n_blocks": routing.expert.numel(),
+        "TOP_K": ids_TA.shape[1],
+        "E": experts,
+        "BINS": triton.next_power_of_2(experts + 1),
+        "CHUNK": min(max(triton.next_power_of_2(routing.pairs), 128), 2048),
+        "BM": routing.bm,
+    }
+
+
 def route(ids_TA: Tensor, experts: int, bm: int, live_T: Tensor | None = None) -> Routing:
     """Group (token, expert) pairs by expert in blocks of `bm` slots. Dead tokens and ids out of range get no slot."""
-    pairs, top_k = ids_TA.numel(), ids_TA.shape[1]
-    blocks = max_blocks(pairs, experts, bm)
-    rows = torch.empty(blocks * bm, dtype=torch.int32, device=ids_TA.device)
-    expert = torch.empty(blocks, dtype=torch.int32, device=ids_TA.device)
-    chunk = min(max(triton.next_power_of_2(pairs), 128), 2048)
+    routing = empty_map(ids_TA, experts, bm)
     route_kernel[(experts,)](
-        ids_TA,
-        ids_TA if live_T is None else live_T,
-        rows,
-        expert,
-        pairs,
-        blocks,
-        TOP_K=top_k,
-        E=experts,
-        BINS=triton.next_power_of_2(experts + 1),
-        CHUNK=chunk,
-        BM=bm,
+        live_ptr=ids_TA if live_T is None else live_T,
         HAS_LIVE=live_T is not None,
         ASM=compiled(),
         num_warps=4,
         launch_pdl=compiled(),
+        **map_arguments(routing, ids_TA, experts),
     )
-    return Routing(rows, expert, pairs, bm)
+    return routing
 
 
 def combine(y_RH: Tensor, ids_TA: Tensor, gates_TA: Tensor, experts: int, live_T: Tensor | None = None) -> Tensor:

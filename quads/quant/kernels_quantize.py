@@ -13,7 +13,7 @@ from torch import Tensor
 from quads.quant.kernels_codes import launch_shape, whole_blocks
 from quads.quant.kernels_layout import padded
 from quads.quant.kernels_math import compiled
-from quads.quant.kernels_rows import reorder_kernel, row_codes_kernel, rows_kernel
+from quads.quant.kernels_rows import row_codes_kernel, rows_kernel
 from quads.quant.kernels_select import clear_unselected, select
 
 SCORED_ROWS = 512
@@ -61,7 +61,7 @@ def quantize_activations(
     stored: bool = False,
     fold: bool = False,
     slots: tuple[Tensor, int] | None = None,
-    after_route: bool = False,
+    route: dict | None = None,
 ) -> tuple[Operand, Tensor | None]:
     """Q_A of the rows of x (bf16 or fp32 [R, >= k], unit stride in K), and the compensating operand.
 
@@ -70,6 +70,7 @@ def quantize_activations(
     stored: x is in the GEMM's order already.
     fold: bfloat16 values with g included, main and negated residual side by side ([R, 2 width], not [2R, width]).
     slots: (int32 [R], end) of a routing map; rows at `end` or beyond are skipped.
+    route: arguments of a map to write on the way (kernels_moe.map_arguments; values of up to SCORED_ROWS rows only).
     Returns the operand and the channel mask, uint8 [k] or [R, k] (None without compensation, or if never written).
     """
     rows = x_RK.shape[0]
@@ -98,7 +99,6 @@ def quantize_activations(
             x_RK.stride(0) // 16,
             NB=nb,
             HAS_SLOTS=slots is not None,
-            AFTER_ROUTE=after_route,
             ASM=compiled(),
             num_warps=warps,
             enable_fp_fusion=False,
@@ -111,67 +111,97 @@ def quantize_activations(
         if mode == "mask" and rows <= SCORED_ROWS and not (codes or stored or fold or slots):
             mode, partial = "scored", torch.empty(rows, kp, dtype=torch.float64, device=device)
         elif mode == "mask":
-            mask = select(
-                x_RK, k, budget(k, compensation), compensation.selection == "block", live_R, stored, after_route
-            )
-            after_route = False
+            mask = select(x_RK, k, budget(k, compensation), compensation.selection == "block", live_R, stored)
         elif codes:
             mask = torch.empty(rows, k, dtype=torch.uint8, device=device)
-    unused = scale
-    rows_kernel[(rows,)](
+    _launch_rows(
         x_RK,
-        unused if mask is None else mask,
-        data,
-        unused if block_scale is None else block_scale,
-        scale,
-        data.view(-1)[width:] if compensation and fold else data[rows:] if compensation else unused,
-        unused if block_scale is None else block_scale[rows:],
-        unused if partial is None else partial,
-        unused if live_R is None else live_R,
-        unused if slots is None else slots[0],
-        0 if slots is None else slots[1],
-        rows,
         k,
         width,
-        x_RK.stride(0),
-        count * width // rows if fold else width,
-        0 if compensation is None else budget(k, compensation),
-        KP=kp,
-        EVEN=kp == k,
+        data,
+        scale,
+        live_R,
+        route,
+        mask_ptr=scale if mask is None else mask,
+        main_byte_ptr=scale if block_scale is None else block_scale,
+        residual_ptr=data.view(-1)[width:] if compensation and fold else data[rows:] if compensation else scale,
+        residual_byte_ptr=scale if block_scale is None else block_scale[rows:],
+        partial_ptr=scale if partial is None else partial,
+        slots_ptr=scale if slots is None else slots[0],
+        slots_end=0 if slots is None else slots[1],
+        stride_out=count * width // rows if fold else width,
+        keep=0 if compensation is None else budget(k, compensation),
+        PLAIN=False,
         STORED=stored,
         CODES=codes,
         WHOLE=whole,
         FOLD=fold,
         RESIDUAL=mode,
-        INDEX_BITS=kp.bit_length() - 1,
-        HAS_LIVE=live_R is not None,
         HAS_SLOTS=slots is not None,
-        AFTER_ROUTE=after_route,
-        ASM=compiled(),
-        num_warps=row_warps(rows, kp, mode == "token"),
-        enable_fp_fusion=False,
-        launch_pdl=compiled(),
     )
     if partial is not None and compensation is not None:
         clear_unselected(data[rows:], partial, budget(k, compensation), compensation.selection == "block")
     return Operand(data, scale, block_scale, compensation is not None), mask
 
 
-def reorder_activations(x_RK: Tensor, k: int, after_route: bool = False) -> Operand:
-    """bfloat16 rows in the GEMM's order, for W4A16."""
+def reorder_activations(x_RK: Tensor, k: int, live_R: Tensor | None = None, route: dict | None = None) -> Operand:
+    """bfloat16 rows in the GEMM's order, for W4A16. live_R and route: only for a map to write on the way."""
     width = padded(k)
     data = torch.empty(x_RK.shape[0], width, dtype=torch.bfloat16, device=x_RK.device)
-    kp = triton.next_power_of_2(width)
-    reorder_kernel[(x_RK.shape[0],)](
+    flags = dict.fromkeys(("STORED", "CODES", "WHOLE", "FOLD", "HAS_SLOTS"), False)
+    unused = ("mask_ptr", "main_byte_ptr", "residual_ptr", "residual_byte_ptr", "partial_ptr", "slots_ptr")
+    _launch_rows(
         x_RK,
-        data,
         k,
         width,
-        x_RK.stride(0),
-        KP=kp,
-        AFTER_ROUTE=after_route,
-        ASM=compiled(),
-        num_warps=min(max(kp // 512, 1), 8),
-        launch_pdl=compiled(),
+        data,
+        data,
+        live_R,
+        route,
+        **dict.fromkeys(unused, data),
+        slots_end=0,
+        stride_out=width,
+        keep=0,
+        PLAIN=True,
+        RESIDUAL="none",
+        **flags,
     )
     return Operand(data, None, None, False)
+
+
+_NO_ROUTE = {"n_pairs": 0, "n_blocks": 0, "TOP_K": 1, "E": 0, "BINS": 1, "CHUNK": 1, "BM": 1}
+
+
+def _launch_rows(
+    x_RK: Tensor,
+    k: int,
+    width: int,
+    data: Tensor,
+    scale: Tensor,
+    live_R: Tensor | None,
+    route: dict | None,
+    **others,
+) -> None:
+    rows = x_RK.shape[0]
+    kp = max(triton.next_power_of_2(width), 128)
+    route = route or {**_NO_ROUTE, **dict.fromkeys(("ids_ptr", "map_ptr", "expert_ptr", "used_ptr"), scale)}
+    rows_kernel[(rows + route["E"],)](
+        x_RK,
+        main_ptr=data,
+        scale_ptr=scale,
+        live_ptr=scale if live_R is None else live_R,
+        T=rows,
+        K=k,
+        width=width,
+        stride_x=x_RK.stride(0),
+        KP=kp,
+        EVEN=kp == k,
+        INDEX_BITS=kp.bit_length() - 1,
+        HAS_LIVE=live_R is not None,
+        ASM=compiled(),
+        num_warps=row_warps(rows, kp, others["RESIDUAL"] == "token"),
+        enable_fp_fusion=False,
+        launch_pdl=compiled(),
+        **route,
+        **others,
+    )

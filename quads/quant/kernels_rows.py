@@ -1,6 +1,7 @@
 """Kernels that quantize activations a row a program: codes or values, and with compensation those of the residual.
 
-kernels_quantize.py launches them. Legend: T rows, K columns, width = stored columns, KP = power of two >= width.
+kernels_quantize.py launches them. Legend: T rows, K columns, width = stored columns, KP = power of two >= width, E
+experts.
 """
 
 import triton
@@ -18,6 +19,7 @@ from quads.quant.kernels_math import (
     tile_columns,
     values,
 )
+from quads.quant.kernels_moe import write_slots
 from quads.quant.kernels_select import store_scores
 
 
@@ -34,6 +36,12 @@ def rows_kernel(
     live_ptr,
     slots_ptr,
     slots_end,
+    ids_ptr,
+    map_ptr,
+    expert_ptr,
+    used_ptr,
+    n_pairs,
+    n_blocks,
     T,
     K,
     width,
@@ -42,6 +50,7 @@ def rows_kernel(
     keep,
     KP: tl.constexpr,
     EVEN: tl.constexpr,
+    PLAIN: tl.constexpr,
     STORED: tl.constexpr,
     CODES: tl.constexpr,
     WHOLE: tl.constexpr,
@@ -50,7 +59,11 @@ def rows_kernel(
     INDEX_BITS: tl.constexpr,
     HAS_LIVE: tl.constexpr,
     HAS_SLOTS: tl.constexpr,
-    AFTER_ROUTE: tl.constexpr,
+    TOP_K: tl.constexpr,
+    E: tl.constexpr,
+    BINS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BM: tl.constexpr,
     ASM: tl.constexpr,
 ):
     """One row of activations per program: Q_A(x), and Q_A(R) with RESIDUAL "mask" (mask_ptr uint8 [K] given), "token"
@@ -60,16 +73,37 @@ def rows_kernel(
     CODES: packed codes [T, width/2] and scale bytes [T, width/16]. Otherwise bfloat16 values [T, width] in the GEMM's
     order, rows stride_out apart; with FOLD times g (exact: a power of two), the residual negated. The residual is
     masked, except codes with WHOLE. scale_ptr: fp32 [2T], g of x, then g of R. With HAS_SLOTS, rows whose slot entry is
-    `slots_end` (padding of a routing map) are skipped. AFTER_ROUTE: the kernel before this one is the routing map,
-    which is not read here; it waited for the producer of x, so this one only waits at its end.
+    `slots_end` (padding of a routing map) are skipped. PLAIN: bfloat16 rows in the GEMM's order, not quantized.
+
+    E > 0: before the rows come E programs that write the routing map of these rows (kernels_moe.write_slots), which
+    spares a decode step a launch.
     """
     start_next(ASM)
     row = tl.program_id(0).to(tl.int64)
     target = row
     if HAS_SLOTS:
         target = tl.load(slots_ptr + row)  # complete: the GEMM before this kernel read it before it called start_next
-    if not AFTER_ROUTE:
-        wait_for_previous(ASM)
+    wait_for_previous(ASM)
+    if E > 0:
+        if row < E:
+            write_slots(
+                tl.program_id(0),
+                ids_ptr,
+                live_ptr,
+                map_ptr,
+                expert_ptr,
+                used_ptr,
+                n_pairs,
+                n_blocks,
+                TOP_K,
+                E,
+                BINS,
+                CHUNK,
+                BM,
+                HAS_LIVE,
+            )
+            return
+        row -= E
     if HAS_SLOTS:
         if target >= slots_end:
             return
@@ -78,6 +112,9 @@ def rows_kernel(
         x = tl.load(x_ptr + row * stride_x + position)
     else:
         x = tl.load(x_ptr + row * stride_x + position, mask=column < K, other=0.0)
+    if PLAIN:
+        store_values(main_ptr + row * stride_out, x.to(tl.float32), width, KP, STORED, ASM)
+        return
     x = x.to(tl.float32) + 0.0  # -0.0 becomes +0.0
     magnitude, scale, byte, g = quantize_tile(x)
     tl.store(scale_ptr + row, g)
@@ -116,8 +153,6 @@ def rows_kernel(
             if FOLD:
                 kept_values = kept_values * -g
             store_values(residual_ptr + row * stride_out, kept_values, width, KP, STORED, ASM)
-    if AFTER_ROUTE:
-        wait_for_previous(ASM)
 
 
 @triton.jit
@@ -132,7 +167,6 @@ def row_codes_kernel(
     stride_x,
     NB: tl.constexpr,
     HAS_SLOTS: tl.constexpr,
-    AFTER_ROUTE: tl.constexpr,
     ASM: tl.constexpr,
 ):
     """`rows_kernel` with CODES and no residual, of bfloat16 rows of whole blocks (x_ptr: int32 words of two values,
@@ -142,8 +176,7 @@ def row_codes_kernel(
     target = row
     if HAS_SLOTS:
         target = tl.load(slots_ptr + row)
-    if not AFTER_ROUTE:
-        wait_for_previous(ASM)
+    wait_for_previous(ASM)
     if HAS_SLOTS:
         if target >= slots_end:
             return
@@ -159,21 +192,3 @@ def row_codes_kernel(
     tl.store(pairs, encode_words(first, inv, dead, ASM), mask=inside)
     tl.store(pairs + 4, encode_words(second, inv, dead, ASM), mask=inside)
     tl.store(byte_ptr + row * blocks + block, byte.to(tl.uint8), mask=block < blocks)
-    if AFTER_ROUTE:
-        wait_for_previous(ASM)
-
-
-@triton.jit
-def reorder_kernel(x_ptr, out_ptr, K, width, stride_x, KP: tl.constexpr, AFTER_ROUTE: tl.constexpr, ASM: tl.constexpr):
-    """bfloat16 rows -> the GEMM's column order, padding columns 0 (activations that stay in 16 bits)."""
-    start_next(ASM)
-    if not AFTER_ROUTE:
-        wait_for_previous(ASM)
-    row = tl.program_id(0).to(tl.int64)
-    position = tl.arange(0, KP)
-    p = position % 128
-    column = position - p + (p % 8) * 16 + ((p // 8) % 4) * 4 + p // 32
-    x = tl.load(x_ptr + row * stride_x + column, mask=column < K, other=0.0)
-    tl.store(out_ptr + row * width + position, x, mask=position < width)
-    if AFTER_ROUTE:
-        wait_for_previous(ASM)

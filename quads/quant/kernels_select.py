@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from quads.quant.kernels_gemm import start_next, wait_for_previous
-from quads.quant.kernels_math import INF_BITS, abs_bits, compiled, quantize_tile, tile_columns, values
+from quads.quant.kernels_math import INF_BITS, abs_bits, compiled, quantize_tile, stored_column, tile_columns, values
 
 
 @triton.jit
@@ -28,13 +28,11 @@ def scores_kernel(
     KP: tl.constexpr,
     STORED: tl.constexpr,
     HAS_LIVE: tl.constexpr,
-    AFTER_ROUTE: tl.constexpr,
     ASM: tl.constexpr,
 ):
     """Sum of R**2 over this program's ROWS live rows, float64 [KP] in natural order: exact squares, a fixed order."""
     start_next(ASM)
-    if not AFTER_ROUTE:
-        wait_for_previous(ASM)
+    wait_for_previous(ASM)
     position, column = tile_columns(KP, STORED)
     total = tl.zeros(position.shape, dtype=tl.float64)
     first = tl.program_id(0) * ROWS
@@ -50,8 +48,6 @@ def scores_kernel(
         r64 = tl.where(counts, r, 0.0).to(tl.float64)
         total += r64 * r64
     tl.store(partial_ptr + tl.program_id(0) * KP + column, total)
-    if AFTER_ROUTE:
-        wait_for_previous(ASM)
 
 
 @triton.jit
@@ -73,24 +69,36 @@ def reduce_kernel(
 
 
 @triton.jit
-def rank_kernel(
-    score_ptr, mask_ptr, K, keep, UNITS: tl.constexpr, OWN: tl.constexpr, GROUP: tl.constexpr, ASM: tl.constexpr
-):
-    """Marks the `keep` units (GROUP channels each: 1, or 16 for "block") with the largest scores; uint8 [K].
-
-    A unit is kept when fewer than `keep` others come before it: a larger score, or an equal one at a lower index.
-    """
-    start_next(ASM)
-    wait_for_previous(ASM)
-    own = tl.program_id(0) * OWN + tl.arange(0, OWN)
+def units_before(score_ptr, own, UNITS: tl.constexpr, CHUNK: tl.constexpr):
+    """How many of the UNITS units come before each of `own` (int [OWN]): a larger score, or an equal one at a lower
+    index. Counts of CHUNK others are kept apart until the end, so the loads of all chunks are in flight together."""
     score = tl.load(score_ptr + own)
-    CHUNK: tl.constexpr = UNITS if UNITS < 512 else 512
-    before = tl.zeros((OWN,), dtype=tl.int32)
-    for start in range(0, UNITS, CHUNK):
+    before = tl.zeros((own.shape[0], CHUNK), dtype=tl.int32)
+    for start in tl.static_range(0, UNITS, CHUNK):
         other = start + tl.arange(0, CHUNK)
         theirs = tl.load(score_ptr + other)
         tied = (theirs[None, :] == score[:, None]) & (other[None, :] < own[:, None])
-        before += tl.sum(((theirs[None, :] > score[:, None]) | tied).to(tl.int32), axis=1)
+        before += ((theirs[None, :] > score[:, None]) | tied).to(tl.int32)
+    return tl.sum(before, axis=1)
+
+
+@triton.jit
+def rank_kernel(
+    score_ptr,
+    mask_ptr,
+    K,
+    keep,
+    UNITS: tl.constexpr,
+    OWN: tl.constexpr,
+    CHUNK: tl.constexpr,
+    GROUP: tl.constexpr,
+    ASM: tl.constexpr,
+):
+    """Marks the `keep` units (GROUP channels each: 1, or 16 for "block") that come first; uint8 [K]."""
+    start_next(ASM)
+    wait_for_previous(ASM)
+    own = tl.program_id(0) * OWN + tl.arange(0, OWN)
+    before = units_before(score_ptr, own, UNITS, CHUNK)
     columns = own[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
     kept = tl.broadcast_to((before < keep)[:, None], columns.shape)
     tl.store(mask_ptr + columns, kept.to(tl.uint8), mask=columns < K)
@@ -115,6 +123,7 @@ def clear_kernel(
     keep,
     UNITS: tl.constexpr,
     COLUMNS: tl.constexpr,
+    CHUNK: tl.constexpr,
     GROUP: tl.constexpr,
     BT: tl.constexpr,
     ASM: tl.constexpr,
@@ -124,22 +133,17 @@ def clear_kernel(
     wait_for_previous(ASM)
     start_next(ASM)
     position = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    p = position % 128
-    column = position - p + (p % 8) * 16 + ((p // 8) % 4) * 4 + p // 32
-    own = column // GROUP
-    score = tl.load(score_ptr + own)
-    CHUNK: tl.constexpr = UNITS if UNITS < 512 else 512
-    before = tl.zeros((COLUMNS,), dtype=tl.int32)
-    for start in range(0, UNITS, CHUNK):
-        other = start + tl.arange(0, CHUNK)
-        theirs = tl.load(score_ptr + other)
-        tied = (theirs[None, :] == score[:, None]) & (other[None, :] < own[:, None])
-        before += tl.sum(((theirs[None, :] > score[:, None]) | tied).to(tl.int32), axis=1)
+    drop = units_before(score_ptr, stored_column(position) // GROUP, UNITS, CHUNK) >= keep
+    zero = tl.zeros((BT, COLUMNS), dtype=tl.int16)
     for first in range(0, T, BT):
         row = first + tl.arange(0, BT)
         at = r_ptr + row.to(tl.int64)[:, None] * width + position[None, :]
-        inside = (row < T)[:, None] & (position < width)[None, :]
-        tl.store(at, tl.where((before < keep)[None, :], tl.load(at, mask=inside, other=0), 0), mask=inside)
+        tl.store(at, zero, mask=(row < T)[:, None] & (drop & (position < width))[None, :])
+
+
+def _chunk(units: int, own: int) -> int:
+    """How many units are compared with `own` others at a time: 4096 comparisons, 32 a thread."""
+    return min(units, 4096 // own)
 
 
 def clear_unselected(values_RW: Tensor, partial: Tensor, keep: int, by_block: bool) -> None:
@@ -156,6 +160,7 @@ def clear_unselected(values_RW: Tensor, partial: Tensor, keep: int, by_block: bo
         keep,
         UNITS=score.numel(),
         COLUMNS=columns,
+        CHUNK=_chunk(score.numel(), columns),
         GROUP=group,
         BT=min(triton.next_power_of_2(rows), 1024 // columns),
         ASM=compiled(),
@@ -167,6 +172,8 @@ def clear_unselected(values_RW: Tensor, partial: Tensor, keep: int, by_block: bo
 def _reduce(partial: Tensor, group: int) -> Tensor:
     """float64 [P, KP] -> scores of the units, float64 [KP / group]."""
     groups, kp = partial.shape
+    if groups == group == 1:
+        return partial.view(-1)
     units = kp // group
     score = torch.empty(units, dtype=torch.float64, device=partial.device)
     bu = min(units, 32 // group)
@@ -185,9 +192,7 @@ def _reduce(partial: Tensor, group: int) -> Tensor:
     return score
 
 
-def select(
-    x_RK: Tensor, k: int, keep: int, by_block: bool, live_R: Tensor | None, stored: bool, after_route: bool
-) -> Tensor:
+def select(x_RK: Tensor, k: int, keep: int, by_block: bool, live_R: Tensor | None, stored: bool) -> Tensor:
     """uint8 [k]: 1 at the channels to compensate, chosen over the live rows of x."""
     rows = x_RK.shape[0]
     kp = max(triton.next_power_of_2(k), 128)
@@ -205,7 +210,6 @@ def select(
         KP=kp,
         STORED=stored,
         HAS_LIVE=live_R is not None,
-        AFTER_ROUTE=after_route,
         ASM=compiled(),
         num_warps=min(max(kp // (512 if rows <= 512 else 1024), 1), 8),
         enable_fp_fusion=False,
@@ -223,6 +227,7 @@ def select(
         keep,
         UNITS=units,
         OWN=own,
+        CHUNK=_chunk(units, own),
         GROUP=group,
         ASM=compiled(),
         num_warps=4,

@@ -14,6 +14,7 @@ from triton.compiler import ASTSource  # noqa: E402
 
 from quads.model.logprobs_triton import gradient_kernel, stats_kernel  # noqa: E402
 from quads.quant.kernels_codes import launch_shape  # noqa: E402
+from quads.quant.kernels_decode import w4_decode_kernel  # noqa: E402
 from quads.quant.kernels_fp8 import fp8_quantize_kernel  # noqa: E402
 from quads.quant.kernels_gemm import w4_gemm_kernel  # noqa: E402
 from quads.quant.kernels_native import native_gemm_kernel  # noqa: E402
@@ -61,6 +62,20 @@ def test_gemm_uses_wgmma_on_hopper(mode, residual):
     assert "griddepcontrol.wait" in text
 
 
+@pytest.mark.parametrize(("mode", "bm", "kstep", "residual"), [("gather", 8, 1, True), ("scatter", 32, 1, False)])
+def test_decode_gemm_loads_ahead_and_waits_for_every_wgmma(mode, bm, kstep, residual):
+    """The loop over all tiles of a program is pipelined in spite of the conditions in it, and the race that
+    kernels_gemm.py tells of is kept out as there."""
+    pointers = {"x_ptr": "*bf16", "x_scale_ptr": "*fp32", "w_ptr": "*i16", "s_ptr": "*u8", "g_ptr": "*fp32"}
+    pointers |= {"rows_ptr": "*i32", "expert_ptr": "*i32", "used_ptr": "*i32", "out_ptr": "*bf16"}
+    constants = {"STEPS": 16, "TOP_K": 8, "BM": bm, "BN": 128, "KSTEP": kstep, "MODE": mode, "SCALED": True}
+    constants |= {"RESIDUAL": residual, "ASM": True}
+    text = ptx(w4_decode_kernel, pointers, constants, 90, num_warps=4, num_stages=3)
+    assert text.count("cp.async.commit_group") >= 18  # six loads: two stages before the loop, one inside it
+    last_mma = text.rindex("wgmma.mma_async")
+    assert re.match(r"[^@]*?wgmma\.wait_group\.sync\.aligned\s+0", text[last_mma:], re.S)
+
+
 def test_every_wgmma_is_waited_for_inside_the_loop():
     """The accumulator is read at the end of each iteration (see the comment in the kernel), so a wait for all
     outstanding MMAs stands before the loop's branch back."""
@@ -92,17 +107,18 @@ def test_native_gemm_is_fp4_on_blackwell(mode, residual, bm):
 def test_quantizers_divide_exactly_and_do_not_fuse(capability):
     pointers = {"x_ptr": "*bf16", "mask_ptr": "*u8", "main_ptr": "*u8", "main_byte_ptr": "*u8", "scale_ptr": "*fp32"}
     pointers |= {"residual_ptr": "*u8", "residual_byte_ptr": "*u8", "slots_ptr": "*i32"}
-    pointers |= {"partial_ptr": "*fp64", "live_ptr": "*u8"}
+    pointers |= {"partial_ptr": "*fp64", "live_ptr": "*u8", "ids_ptr": "*i64", "map_ptr": "*i32"}
+    pointers |= {"expert_ptr": "*i32", "used_ptr": "*i32"}
     constants = {"KP": 128, "EVEN": True, "STORED": False, "CODES": True, "WHOLE": True, "FOLD": False}
     constants |= {"RESIDUAL": "mask", "INDEX_BITS": 7, "HAS_LIVE": False, "HAS_SLOTS": False}
-    constants |= {"AFTER_ROUTE": False, "ASM": True}
+    constants |= {"PLAIN": False, "TOP_K": 1, "E": 0, "BINS": 1, "CHUNK": 1, "BM": 1, "ASM": True}
     rows = ptx(rows_kernel, pointers, constants, capability, num_warps=1, enable_fp_fusion=False)
     pointers = {"x_ptr": "*bf16", "g_ptr": "*fp32", "gs_ptr": "*fp32", "packed_ptr": "*u8", "byte_ptr": "*u8"}
     constants = {"NB": 16, "PACK": True, "VALUE": False, "CAST": False, "ROW": 0, "ASM": True}
     weights = ptx(
         weight_kernel, pointers | {"value_ptr": "*bf16"}, constants, capability, num_warps=1, enable_fp_fusion=False
     )
-    flags = {"HAS_LIVE": False, "HAS_SLOTS": False, "AFTER_ROUTE": False, "ASM": True}
+    flags = {"HAS_LIVE": False, "HAS_SLOTS": False, "ASM": True}
     by_block = [
         ptx(
             kernel,
@@ -142,7 +158,7 @@ def test_a_thread_holds_the_words_of_its_blocks(blocks, per_thread):
     """The inline PTX reads four neighbours of a [NB, 4] tile. With fewer elements than threads, or addresses of unknown
     alignment, Triton spreads them over threads, and the codes are garbage: so it was at first, for small matrices."""
     nb, warps = launch_shape(blocks, per_thread)
-    flags = {"HAS_LIVE": True, "HAS_SLOTS": False, "AFTER_ROUTE": False, "ASM": True, "NB": nb}
+    flags = {"HAS_LIVE": True, "HAS_SLOTS": False, "ASM": True, "NB": nb}
     for kernel in (pack_kernel, row_codes_kernel, quantize_repack_kernel):
         rows = {"ROWS": 32 if kernel is quantize_repack_kernel else 8}
         constants = {name: value for name, value in (flags | rows).items() if name in kernel.arg_names}
