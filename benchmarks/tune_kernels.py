@@ -41,29 +41,32 @@ def candidates(bm: int, residual: bool) -> list[Tile]:
     """Tiles of a routed layer; what was never within 10 % of the best is left out."""
     columns = 2 * bm if residual else bm
     out = []
-    for (bn, warps), kstep, stages in itertools.product(((64, 2), (128, 4)), (1, 2), (2, 3, 4)):
-        if columns > 32 and (warps < 4 or kstep == 2) or columns <= 8 and kstep == 1:
+    for (bn, warps), kstep, stages in itertools.product(((64, 2), (128, 4), (128, 8)), (1, 2), (2, 3, 4)):
+        if columns > 32 and kstep == 2 or columns <= 8 and kstep == 1 or columns > 64 and stages == 4:
             continue
-        if columns > 16 and warps < 4 or columns > 128 and bn == 128:
+        if warps == 2 and columns > 16 or warps == 8 and columns < 32 or warps == 4 and columns > 128:
             continue
         out.append(Tile(bn, kstep, stages, warps))
         if columns <= 64:
-            out += [
-                Tile(bn, kstep, stages, warps, 1, programs) for programs in ((4, 5, 6) if warps == 2 else (2, 3, 4))
-            ]
+            shared = {2: (4, 5, 6), 4: (2, 3, 4), 8: (1, 2, 3)}[warps]
+            out += [Tile(bn, kstep, stages, warps, 1, programs) for programs in shared]
     return out
 
 
 def dense_candidates(layer: str, tokens: int, bm: int, residual: bool) -> list[Tile]:
-    """Tiles of a linear layer, as far as programs that share K do not make more than eight for a multiprocessor."""
+    """Tiles of a linear layer, of two steps or more, that give half a program to eight programs to a multiprocessor."""
     columns = 2 * bm if residual else bm
     out = []
-    for (bn, warps), kstep, split in itertools.product(((64, 2), (64, 4), (128, 4)), (1, 2), (1, 2, 4, 8)):
+    shapes = ((64, 2), (64, 4), (128, 4), (128, 8))
+    for (bn, warps), kstep, stages, split in itertools.product(shapes, (1, 2), (3, 5), (1, 2, 4, 8)):
         programs = -(-tokens // bm) * SHAPES[layer][0] // bn * split
         if kstep != 2 and columns < 32 or kstep != 1 and columns > 32 or warps < 4 and columns > 16:
             continue
-        if split == 1 or programs <= 8 * MULTIPROCESSORS:
-            out.append(Tile(bn, kstep, 3, warps, split))
+        steps = SHAPES[layer][1] // 128 // kstep // split
+        if warps == 8 and columns < 64 or stages == 5 and (columns > 32 or steps < 4) or steps < 2:
+            continue
+        if 0.5 <= programs / MULTIPROCESSORS <= 8:
+            out.append(Tile(bn, kstep, stages, warps, split))
     return out
 
 

@@ -19,13 +19,13 @@ from torch import Tensor
 
 from quads.errors import UserError
 from quads.quant import kernels_native
-from quads.quant.kernels_decode import w4_decode_kernel
 from quads.quant.kernels_dense import expanded, sum_parts
 from quads.quant.kernels_gemm import w4_gemm_kernel
 from quads.quant.kernels_layout import TILE
 from quads.quant.kernels_math import compiled
 from quads.quant.kernels_moe import Routing, combine, empty_map, map_arguments, route
 from quads.quant.kernels_pack import dequantize, qdq, quantize
+from quads.quant.kernels_persistent import w4_persistent_kernel
 from quads.quant.kernels_quantize import (
     SCORED_ROWS,
     Compensation,
@@ -115,6 +115,12 @@ def _operand(
     return operand
 
 
+def _overlaps(mode: str, n_rows: int, experts: int) -> bool:
+    """Whether a GEMM is launched while the kernel before it runs. A grid that does not fill the GPU then lands unevenly
+    on it: measured slower."""
+    return n_rows <= 16 if mode == "dense" else n_rows >= experts
+
+
 def _gemm(
     operand: Operand,
     weight: KernelWeight,
@@ -135,8 +141,6 @@ def _gemm(
     nb, kb = weight.words.shape[1:3]
     unused = weight.g
     main_rows = operand.data.shape[0] // (2 if operand.residual else 1)
-    # Launched while the kernel before it runs, a grid that does not fill the GPU lands unevenly on it: measured slower.
-    overlap = n_rows <= 16 if mode == "dense" else n_rows >= weight.experts
 
     def run(choice: Tile) -> None:
         split = choice.split if kb % choice.split == 0 else 1
@@ -166,10 +170,10 @@ def _gemm(
             "ASM": compiled(),
             "num_warps": choice.warps,
             "num_stages": choice.stages,
-            "launch_pdl": compiled() and overlap,
+            "launch_pdl": compiled() and _overlaps(mode, n_rows, weight.experts),
         }
         if choice.programs and routing is not None:
-            w4_decode_kernel[(choice.programs * multiprocessors(out.device),)](
+            w4_persistent_kernel[(choice.programs * multiprocessors(out.device),)](
                 used_ptr=routing.used, half_rows=main_rows, STEPS=kb // kstep, **arguments
             )
             return

@@ -11,10 +11,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quads.quant.kernels_gemm import decode_asm, decode_plain, start_next, to_bf16, wait_for_previous
+from quads.quant.kernels_gemm import start_next, to_bf16, wait_for_previous
 from quads.quant.kernels_layout import TILE
 from quads.quant.kernels_math import compiled
 from quads.quant.kernels_quantize import Compensation, quantize_activations, reorder_activations
+from quads.quant.kernels_values import decode_asm, decode_plain
 
 if TYPE_CHECKING:
     from quads.quant.kernels_weight import KernelWeight

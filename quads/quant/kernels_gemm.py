@@ -15,51 +15,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-_DECODE = tl.constexpr(
-    """
-{
-.reg .b32 a, b, c, d, t, z;
-and.b32 a, $4, 0x81C081C0;
-shl.b32 b, $4, 3;
-and.b32 b, b, 0x81C081C0;
-shl.b32 c, $4, 1;
-shl.b32 t, $4, 6;
-and.b32 c, c, 0x80008000;
-and.b32 t, t, 0x01C001C0;
-or.b32 c, c, t;
-shl.b32 d, $4, 2;
-shr.u32 t, $4, 3;
-and.b32 d, d, 0x80008000;
-and.b32 t, t, 0x01C001C0;
-or.b32 d, d, t;
-mov.b32 z, 0x80008000;
-fma.rn.bf16x2 $0, a, $5, z;
-fma.rn.bf16x2 $1, b, $5, z;
-fma.rn.bf16x2 $2, c, $5, z;
-fma.rn.bf16x2 $3, d, $5, z;
-}
-"""
-)
-"""Four bfloat16 pairs out of two words and their two scales; the addend -0 keeps the sign of a zero code."""
-
-_DECODE_SCALE = tl.constexpr(
-    """
-{
-.reg .b32 lo, hi, f, z;
-prmt.b32 lo, $2, 0, 0x4140;
-prmt.b32 hi, $2, 0, 0x4342;
-shl.b32 lo, lo, 4;
-shl.b32 hi, hi, 4;
-mov.b32 f, 0x7B007B00;
-mov.b32 z, 0x80008000;
-fma.rn.bf16x2 lo, lo, f, z;
-fma.rn.bf16x2 hi, hi, f, z;
-fma.rn.bf16x2 $0, lo, f, z;
-fma.rn.bf16x2 $1, hi, f, z;
-}
-"""
-)
-"""Four E4M3 bytes -> bfloat16 s * 2**118: shifted by 4 they read as s * 2**-120, then times 2**119 twice."""
+from quads.quant.kernels_values import decode_asm, decode_plain
 
 
 @triton.jit
@@ -87,41 +43,6 @@ def to_bf16(x, ASM: tl.constexpr):
         bits = tl.where(x != x, 0x7FC00000, bits + 0x7FFF + ((bits >> 16) & 1))
         y = (bits >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
     return y
-
-
-@triton.jit
-def _code_value(words, SIGN: tl.constexpr, HIGH: tl.constexpr):
-    """Code with its sign at bit SIGN and magnitude from bit HIGH down, as e2m1 * 2**-126 in fp32 (plain Triton)."""
-    bits = (((words >> SIGN) & 1) << 31) | (((words >> (HIGH - 2)) & 7) << 22)
-    return bits.to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def decode_asm(words, scale_bytes, BN: tl.constexpr, KSTEP: tl.constexpr):
-    """words int16 [BN, CW], scale_bytes uint8 [BN, 8 KSTEP] -> four bfloat16 [BN, CW] of e2m1 * e4m3 * 2**-8."""
-    scale = tl.inline_asm_elementwise(_DECODE_SCALE, "=r,=r,r", [scale_bytes], tl.bfloat16, is_pure=True, pack=4)
-    scale = tl.broadcast_to(scale.reshape(BN, KSTEP, 1, 8), (BN, KSTEP, 4, 8)).reshape(BN, 32 * KSTEP)
-    return tl.inline_asm_elementwise(
-        _DECODE,
-        "=r,=r,=r,=r,r,r",
-        [words, scale],
-        dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16),
-        is_pure=True,
-        pack=2,
-    )
-
-
-@triton.jit
-def decode_plain(words, scale_bytes, BN: tl.constexpr, KSTEP: tl.constexpr):
-    """The same values in fp32 (each is exact in bfloat16), for the interpreter, which has no bfloat16 arithmetic."""
-    scale = ((scale_bytes.to(tl.int32) << 20).to(tl.float32, bitcast=True) * 6.64613997892458e35) * 6.64613997892458e35
-    scale = tl.broadcast_to(scale.reshape(BN, KSTEP, 1, 8), (BN, KSTEP, 4, 8)).reshape(BN, 32 * KSTEP)
-    words = words.to(tl.int32) & 0xFFFF
-    w0 = _code_value(words, 15, 8) * scale
-    w1 = _code_value(words, 12, 5) * scale
-    w2 = _code_value(words, 14, 2) * scale
-    w3 = _code_value(words, 13, 11) * scale
-    return w0, w1, w2, w3
 
 
 @triton.jit

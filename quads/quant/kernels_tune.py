@@ -21,7 +21,7 @@ NARROW = 2560
 
 class Tile(NamedTuple):
     """bn weight rows, kstep * 128 columns a step, pipeline stages, warps; linear layers: programs that share K; expert
-    layers: programs of a multiprocessor that share all tiles (kernels_decode.py), or 0: a program a tile."""
+    layers: programs of a multiprocessor that share all tiles (kernels_persistent.py), or 0: a program a tile."""
 
     bn: int
     kstep: int

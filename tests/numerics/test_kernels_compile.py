@@ -14,11 +14,11 @@ from triton.compiler import ASTSource  # noqa: E402
 
 from quads.model.logprobs_triton import gradient_kernel, stats_kernel  # noqa: E402
 from quads.quant.kernels_codes import launch_shape  # noqa: E402
-from quads.quant.kernels_decode import w4_decode_kernel  # noqa: E402
 from quads.quant.kernels_fp8 import fp8_quantize_kernel  # noqa: E402
 from quads.quant.kernels_gemm import w4_gemm_kernel  # noqa: E402
 from quads.quant.kernels_native import native_gemm_kernel  # noqa: E402
 from quads.quant.kernels_pack import pack_kernel, weight_kernel  # noqa: E402
+from quads.quant.kernels_persistent import w4_persistent_kernel  # noqa: E402
 from quads.quant.kernels_repack import quantize_repack_kernel  # noqa: E402
 from quads.quant.kernels_rows import row_codes_kernel, rows_kernel  # noqa: E402
 from quads.rollout.vllm_sampling import chunk_kernel, draw_kernel, rank_kernel  # noqa: E402
@@ -63,14 +63,14 @@ def test_gemm_uses_wgmma_on_hopper(mode, residual):
 
 
 @pytest.mark.parametrize(("mode", "bm", "kstep", "residual"), [("gather", 8, 1, True), ("scatter", 32, 1, False)])
-def test_decode_gemm_loads_ahead_and_waits_for_every_wgmma(mode, bm, kstep, residual):
+def test_persistent_gemm_loads_ahead_and_waits_for_every_wgmma(mode, bm, kstep, residual):
     """The loop over all tiles of a program is pipelined in spite of the conditions in it, and the race that
     kernels_gemm.py tells of is kept out as there."""
     pointers = {"x_ptr": "*bf16", "x_scale_ptr": "*fp32", "w_ptr": "*i16", "s_ptr": "*u8", "g_ptr": "*fp32"}
     pointers |= {"rows_ptr": "*i32", "expert_ptr": "*i32", "used_ptr": "*i32", "out_ptr": "*bf16"}
     constants = {"STEPS": 16, "TOP_K": 8, "BM": bm, "BN": 128, "KSTEP": kstep, "MODE": mode, "SCALED": True}
     constants |= {"RESIDUAL": residual, "ASM": True}
-    text = ptx(w4_decode_kernel, pointers, constants, 90, num_warps=4, num_stages=3)
+    text = ptx(w4_persistent_kernel, pointers, constants, 90, num_warps=4, num_stages=3)
     assert text.count("cp.async.commit_group") >= 18  # six loads: two stages before the loop, one inside it
     last_mma = text.rindex("wgmma.mma_async")
     assert re.match(r"[^@]*?wgmma\.wait_group\.sync\.aligned\s+0", text[last_mma:], re.S)

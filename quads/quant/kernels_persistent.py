@@ -20,7 +20,7 @@ from quads.quant.kernels_gemm import (
 
 
 @triton.jit
-def w4_decode_kernel(
+def w4_persistent_kernel(
     x_ptr,
     x_scale_ptr,
     w_ptr,
