@@ -109,6 +109,61 @@ def test_gaps_of_the_sides():
         check(printed, [sides[model][rollout][learner]["mean"] for model in ("tiny", "smollm2")])
 
 
+def of_seeds(arm: str, quantity: str) -> list[float]:
+    return [run[quantity] for run in published("smollm2/arms.json")["runs"] if run["arm"] == arm]
+
+
+def difference(a: str, b: str) -> list[float]:
+    """Of paired rewards, a less b: mean and error, seed by seed. Tables print the sign apart from the digits."""
+    paired = published("smollm2/arms.json")["paired"]
+    entries, sign = (paired[f"{a} - {b}"], 1) if f"{a} - {b}" in paired else (paired[f"{b} - {a}"], -1)
+    return [value for entry in entries for value in (sign * entry["mean"], entry["error"])]
+
+
+def test_asymmetry_with_and_without_residual():
+    summary = published("smollm2/arms.json")["summary"]
+    rows = rows_after("## D.", EVIDENCE)
+    for name, (one, both) in {
+        "residual off": ("qat", "symmetric"),
+        "residual on": ("quads", "symmetric_residual"),
+    }.items():
+        sides = [summary[arm][key]["mean"] for arm in (one, both) for key in ("pass_at_1", "gap_mean")]
+        apart = difference(one, both)
+        check(rows[name], [*sides, *map(abs, apart)])
+        assert (apart[0] > 0) == (name == "residual on")
+
+
+def test_variants_through_rl():
+    """The tables of C and E: pass@1 with its seeds, gap, and reward less that of quads."""
+    summary = published("smollm2/arms.json")["summary"]
+    arms = {
+        "nothing (qat)": "qat",
+        "w13, ratio 0.5 (the paper's)": "quads_w13",
+        "all four, ratio 0.286": "quads_spread",
+        "all four, ratio 0.5 (quads)": "quads",
+        "all four, ratio 1": "quads_full",
+        "batch, 0.5 (quads)": "quads",
+        "token, 0.5 (quads_token)": "quads_token",
+        "all channels (quads_full)": "quads_full",
+    }
+    for section, skipped in (("in C", 1), ("in E", 0)):  # C has a column of costs
+        for name, printed in rows_after(f"<!-- {section} -->", EVIDENCE).items():
+            arm = arms[name]
+            values = [summary[arm]["pass_at_1"]["mean"], *of_seeds(arm, "pass_at_1"), summary[arm]["gap_mean"]["mean"]]
+            values += [] if skipped else [summary[arm]["gap_max"]["mean"]]
+            values += [] if arm == "quads" else [abs(value) for value in difference(arm, "quads")]
+            check(printed[skipped:], values)
+
+
+def test_decomposition():
+    rows = {(r["kind"], r["site"], r["format"]): r for r in published("smollm2/decompose.json")["rows"]}
+    for name, printed in rows_after("## How a 4-bit value errs", EVIDENCE).items():
+        kind, site = name.split(", ")
+        nvfp4, mxfp4 = rows[kind, site, "nvfp4"], rows[kind, site, "mxfp4"]
+        parts = [nvfp4[part] for part in ("total", "scale_bias", "dead_zone", "grid_noise", "dead_fraction")]
+        check(printed, [100 * value for value in (*parts, mxfp4["total"], mxfp4["scale_bias"])])
+
+
 def test_rounding():
     assert agrees("0.344", 0.34375) and not agrees("0.344", 0.3432)
     assert agrees("5.8e-7", 5.84e-7) and not agrees("5.8e-7", 5.9e-7) and agrees("80", 79.6)
