@@ -46,7 +46,22 @@ def _recipes(data: dict[str, Any]) -> str:
         best, last = (arm.get(key, {}).get("mean") for key in ("pass_at_1_best", "pass_at_1"))
         if best is not None and last < COLLAPSED * best:
             text += f" The score of {name} collapses: from {best:.3f} at its best to {last:.3f} at the end."
+    apart = _paired(data.get("paired", {}), "quads")
+    if apart:
+        shown = ", ".join(f"{name} {value:+.3f}" for name, value in sorted(apart.items(), key=lambda item: -item[1]))
+        text += f" Training reward less that of quads, same prompts and seeds, mean over steps: {shown}."
     return text
+
+
+def _paired(paired: dict[str, list[dict[str, float]]], base: str) -> dict[str, float]:
+    """arm -> mean over seeds of its reward less that of `base`; keys of `paired` are "A - B"."""
+    result = {}
+    for key, entries in paired.items():
+        a, b = key.split(" - ")
+        if base in (a, b):
+            mean = sum(entry["mean"] for entry in entries) / len(entries)
+            result[a if b == base else b] = mean if b == base else -mean
+    return result
 
 
 def _scores(data: dict[str, Any]) -> str:

@@ -202,7 +202,8 @@ def figure(data: dict[str, Any]) -> Figure:
     of_arms = means(data["rows"])
     series = {r: [statistics.fmean(of_arm.get(r, [0.0])) for of_arm in of_arms.values()] for r in data["rollouts"]}
     style.grouped_bars(axes[0], list(of_arms), series, style.SEQUENCE)
-    style.finish(axes[0], "Trained policies under other rollout precisions", "", "pass@1, held out", legend=True)
+    style.finish(axes[0], "Trained policies under other rollout precisions", "", "pass@1, held out")
+    style.legend_below(fig, axes[0], len(data["rollouts"]))
     return fig
 
 

@@ -70,3 +70,10 @@ def test_a_collapse_is_said():
 
     text = TEXTS["recipes"].reading({"summary": {"naive": arm(0.4, 0.19), "quads": arm(0.4, 0.3)}})
     assert "The score of naive collapses: from 0.400 at its best to 0.190" in text and "quads collapses" not in text
+    paired = {
+        "naive - quads": [{"mean": -0.2}, {"mean": -0.1}],
+        "quads - qat": [{"mean": 0.05}],
+        "naive - qat": [{"mean": 1}],
+    }
+    text = TEXTS["arms"].reading({"summary": {"quads": arm(0.4, 0.3)}, "paired": paired})
+    assert "less that of quads, same prompts and seeds, mean over steps: qat -0.050, naive -0.150." in text
