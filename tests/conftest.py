@@ -1,7 +1,9 @@
 """Tests marked for hardware that is missing are skipped with the reason; every test starts from the same seed."""
 
 import importlib.util
+import os
 import random
+from typing import Any
 
 import numpy
 import pytest
@@ -10,6 +12,25 @@ import torch
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--slow", action="store_true", help="also run the tests that take minutes")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        let_the_interpreter_count()
+
+
+def let_the_interpreter_count() -> None:
+    """Triton 3.6 asks NumPy for int(array of one element), an error since NumPy 2.4: no interpreted kernel could loop
+    up to one of its arguments. Later versions squeeze the array first."""
+    from triton.runtime import interpreter
+
+    patch = interpreter._patch_lang_tensor
+
+    def patch_and_squeeze(tensor: Any, scope: Any) -> None:
+        patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.squeeze()))
+
+    interpreter._patch_lang_tensor = patch_and_squeeze
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
