@@ -78,7 +78,9 @@ def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float, world: D
     if world is not None and world.meshes is not None:
         replicas = world.meshes.world.size(0)
         norm = (world.all_reduce(norm.square()) / replicas).sqrt()
-    if max_norm > 0 and bool(torch.isfinite(norm)):
-        # The 1e-6 is torch's. One call for all: a product with a scalar in GPU memory is slow tensor by tensor.
-        torch._foreach_mul_(grads, (max_norm / (norm + 1e-6)).clamp(max=1.0))  # pyright: ignore[reportPrivateImportUsage]
+    if max_norm > 0:
+        factor = max_norm / (norm + 1e-6)  # torch's 1e-6; 0 or NaN if the norm is not finite
+        if 0.0 < float(factor) < 1.0:  # an update that clips nothing is spared a pass over all gradients
+            # One call for all: a product with a scalar in GPU memory is slow tensor by tensor.
+            torch._foreach_mul_(grads, factor)  # pyright: ignore[reportPrivateImportUsage]
     return norm
