@@ -88,16 +88,19 @@ def peak(
     accumulated: earlier micro-batches of the update have left gradients of all weights.
     """
     experts, rest = layer_parameters(config)
-    layer = experts // parallel.ep + rest  # what one layer gathers to run
     head = config.vocab_size * config.hidden_size
     embeddings = head * (1 if config.tie_embeddings else 2)
     sharded = num_processes > 1
     copied = not (dtype == torch.float32 and spec.learner_weights == "bf16")  # else the masters are multiplied
     # Matmuls keep their weight for the backward pass. Where that is not what FSDP gathers (and frees, and gathers
     # again) but a cast of the master or a decoded weight, every layer that is not computed again keeps its own.
+    # Experts with one owner are not gathered: it casts or decodes them itself, and keeps them like a single process.
+    owned = sharded and num_processes == parallel.ep
     freed = sharded and (spec.learner_weights == "bf16" or (all_gather == "packed" and spec.learner_weights == "nvfp4"))
-    of_a_layer = {"full": 0, "moe": rest}.get(parallel.activation_checkpointing, layer)
-    kept_weights = 0 if freed or not copied else config.num_layers * of_a_layer
+    own_experts = experts // parallel.ep
+    kept_rest, kept_experts = 0 if freed else rest, 0 if freed and not owned else own_experts
+    kept = {"full": 0, "moe": kept_rest}.get(parallel.activation_checkpointing, kept_rest + kept_experts)
+    kept_weights = config.num_layers * kept if copied else 0
     root = embeddings if sharded else head * copied
     shape = layer_activations(config, parallel.activation_checkpointing, parallel.compile)
     size, all_gradients = dtype.itemsize, 4.0 * local_parameters
@@ -108,10 +111,12 @@ def peak(
         "activations": float(tokens * size * config.num_layers * shape.kept),
         "logits": logits_bytes(config, tokens, dtype, device_type),
     }
+    layer = own_experts + rest
+    ahead = 0 if not sharded else rest if owned else layer  # FSDP has gathered the next layer's, too
     at_first_layer = {
         "gradients": all_gradients if accumulated else all_gradients - 4.0 * last,
-        # one layer's weights, sharded the next one's too; its gradients before they are reduced (and in fp32)
-        "weights in the compute dtype": float(size * (root + (3 if sharded else 2) * layer) + sharded * 4 * layer),
+        # one layer's weights and gradients; the latter before they are reduced (and in fp32)
+        "weights in the compute dtype": float(size * (root + 2 * layer + ahead) + sharded * 4 * layer),
         "activations": float(tokens * size * (shape.kept + shape.again + shape.gradients)),
         "logits": 0.0,
     }

@@ -32,7 +32,6 @@ from quads.errors import UserError
 from quads.model.dispatch import AllToAllDispatcher
 from quads.model.hf import HFCheckpoint, check_same_shape, expert_names
 from quads.model.model import Attention, DecoderLayer, MoEDecoder
-from quads.model.moe import Experts
 
 Checkpointing = Literal["none", "full", "selective", "moe"]
 
@@ -121,18 +120,24 @@ def _compile_layer(layer: DecoderLayer) -> None:
 
 
 def apply_fsdp(model: MoEDecoder, meshes: Meshes) -> None:
-    """Shard experts over the expert mesh, each layer's rest over the dense mesh, embeddings and head with the root."""
+    """Shard experts over the expert mesh, each layer's rest over the dense mesh, embeddings and head with the root.
+
+    Where ep takes all processes, an expert has one owner and there is nothing to gather or to reduce. FSDP would copy
+    its weights and gradients all the same, so it is told to leave them alone: the layer casts its master (or decodes
+    its packed weight) like a single process, and the gradient that arrives through that cast is complete.
+    """
     param_dtype = None if model.dtype == torch.float32 else model.dtype
     policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    experts = [layer.mlp.experts for layer in decoder_layers(model)]
+    owned = {p for module in experts for p in module.parameters()} if meshes.expert.size() == 1 else set()
     for layer in decoder_layers(model):
-        fully_shard(layer.mlp.experts, mesh=meshes.expert, mp_policy=policy)
-        fully_shard(layer, mesh=meshes.dense, mp_policy=policy)
-    fully_shard(model, mesh=meshes.dense, mp_policy=policy)
+        if not owned:
+            fully_shard(layer.mlp.experts, mesh=meshes.expert, mp_policy=policy)
+        fully_shard(layer, mesh=meshes.dense, mp_policy=policy, ignored_params=owned)
+    fully_shard(model, mesh=meshes.dense, mp_policy=policy, ignored_params=owned)
     for module in fsdp_modules(model):
         module.set_force_sum_reduction_for_comms(True)  # gloo has no scaled sum, and none is wanted
-        alone = isinstance(module, Experts) and meshes.expert.size() == 1
-        if not alone:  # over a mesh of one process FSDP would really divide, a pass over all gradients
-            module.set_gradient_divide_factor(1.0)
+        module.set_gradient_divide_factor(1.0)
     prefetch_next_layers(model)
 
 
@@ -142,15 +147,10 @@ def prefetch_next_layers(model: MoEDecoder) -> None:
     Left to itself FSDP asks when the next layer starts, which is early enough only while the host runs ahead of the
     GPU. With expert parallelism it does not: it waits for the sizes of each token exchange.
     """
-    layers = list(decoder_layers(model))
+    layers = [fsdp_modules(layer) for layer in decoder_layers(model)]  # the layer, and its experts if they are sharded
     for layer, following in zip(layers, layers[1:], strict=False):
-        _fsdp(layer).set_modules_to_forward_prefetch([_fsdp(following), _fsdp(following.mlp.experts)])
-        _fsdp(following).set_modules_to_backward_prefetch([_fsdp(layer), _fsdp(layer.mlp.experts)])
-
-
-def _fsdp(module: nn.Module) -> FSDPModule:
-    assert isinstance(module, FSDPModule)
-    return module
+        layer[0].set_modules_to_forward_prefetch(following)
+        following[0].set_modules_to_backward_prefetch(layer)
 
 
 def fsdp_modules(model: nn.Module) -> list[FSDPModule]:
@@ -178,13 +178,18 @@ def local_tensor(parameter: Tensor) -> Tensor:
     return parameter._local_tensor if isinstance(parameter, DTensor) else parameter
 
 
+def is_gathered(parameter: Tensor) -> bool:
+    """Whether FSDP makes the weight that a layer multiplies. False with one process, and for experts with one owner."""
+    return isinstance(parameter, DTensor) and parameter.device_mesh.mesh_dim_names != ("ep",)
+
+
 def gathered_rows(parameter: Tensor) -> int:
-    """Rows (or experts) of what FSDP gathers here: all of them, or those of this process's ep rank."""
+    """Rows (or experts) of the weight that is multiplied here: all of them, or those of this process's ep rank."""
     return parameter.shape[0] // _ep_size(parameter)
 
 
 def own_rows(parameter: Tensor) -> slice:
-    """Where this process's rows lie in what FSDP gathers here."""
+    """Where this process's rows lie in the weight that is multiplied here."""
     rows = local_part(parameter)[0]
     start = rows.start % gathered_rows(parameter) if rows.stop > rows.start else 0
     return slice(start, start + rows.stop - rows.start)

@@ -15,7 +15,9 @@ one for the experts (never over ep: experts do not share). Then every process pa
     "packed"  codes and block scales, 4.5 bits a weight; every process decodes them. NVFP4 only, equal shards
     "auto"    "packed" where it can be had
 
-Both give the same bits: rows are quantized independently once the global scale is known, and the bf16 cast comes
+Experts with one owner (ep takes all processes) are not gathered at all: the owner decodes its packed weight.
+
+All give the same bits: rows are quantized independently once the global scale is known, and the bf16 cast comes
 first on either path. The gradient is the straight-through one: "packed" hands the layer the decoded weight in place of
 the master, so its gradient goes to the master unchanged.
 
@@ -34,6 +36,7 @@ from quads.model.parallelize import (
     fsdp_modules,
     gather_full,
     gathered_rows,
+    is_gathered,
     local_tensor,
     max_over_shards,
     own_rows,
@@ -90,6 +93,7 @@ class PackedShard:
         self.rows = own_rows(parameter)  # found once: it takes as long as the kernels of a small weight
         self.bytes = local.new_empty(*local.shape[:-1], 9 * -(-self.num_columns // BLOCK), dtype=torch.uint8)
         self.g, self.gs = Tensor(), Tensor()  # fp32 [] or [L, 1, 1]; by `pack`
+        self.owned = not is_gathered(parameter)  # these bytes are all that is multiplied here
         self.gathered = False  # whether FSDP gathers these bytes; by `attach`
         self.version = -1  # version counter of the master that they were made from
 
@@ -102,6 +106,12 @@ class PackedShard:
     def tensor(self, rows: Tensor, g: Tensor, dtype: torch.dtype) -> NVFP4Tensor:
         """The weight that gathered `rows` (uint8 [..., N, 9 B]) and scales stand for."""
         return NVFP4Tensor(*split_rows(rows), g, self.num_columns, dtype, self.mode)
+
+    def decode(self, rows: Tensor, dtype: torch.dtype) -> Tensor:
+        """The values of gathered or owned `rows`, [..., N, K]."""
+        weight = rows.new_empty(*rows.shape[:-1], self.num_columns, dtype=dtype)
+        dequantize_rows_into(weight, rows, self.g)
+        return weight
 
     def pre_all_gather(
         self, mesh: Any, outer_size: Any, outer_stride: Any, module: nn.Module, mp_policy: Any
@@ -116,8 +126,7 @@ class PackedShard:
         """The decoded weight, written into `out` from the second time on."""
         rows = outputs[0]
         if out is None:
-            weight = rows.new_empty(*rows.shape[:-1], self.num_columns, dtype=param_dtype)
-            dequantize_rows_into(weight, rows, self.g)
+            weight = self.decode(rows, param_dtype)
             return weight, (weight,)  # FSDP frees and reallocates it with every gather
         out = local_experts(out)
         with torch.autograd._unsafe_preserve_version_counter(out):  # pyright: ignore[reportPrivateImportUsage]
@@ -126,7 +135,7 @@ class PackedShard:
 
 
 def _effective(module: ShardedModule, leaf: str, gathered: Tensor, dtype: torch.dtype) -> Tensor:
-    """What the matmul multiplies, from what FSDP gathered."""
+    """What the matmul multiplies, from what FSDP gathered, or from the master of experts with one owner."""
     if module.weights == "bf16":
         return gathered.to(dtype)
     if module.weights == "fp8":
@@ -136,7 +145,10 @@ def _effective(module: ShardedModule, leaf: str, gathered: Tensor, dtype: torch.
     shard = module.shards[leaf]
     if shard.gathered:
         return gathered.to(dtype)
-    value = qdq(gathered.detach().bfloat16(), shard.g, module.mode, shard.gs, dtype)
+    if shard.owned:
+        value = shard.decode(shard.bytes, dtype)
+    else:
+        value = qdq(gathered.detach().bfloat16(), shard.g, module.mode, shard.gs, dtype)
     return fake_quant.straight_through(gathered, value)
 
 
@@ -168,7 +180,7 @@ def attach(model: nn.Module, asked: AllGather, spec: QuantSpec) -> Literal["bf16
         all_gather = "bf16"
     for _, module, leaf, parameter in weights:
         shard = module.shards[leaf] = PackedShard(parameter, module.mode)
-        if all_gather == "packed":
+        if all_gather == "packed" and not shard.owned:
             local = local_tensor(parameter)
             # FSDP looks for these names on the shard when it first runs; the parameter itself stays a plain tensor.
             local.fsdp_pre_all_gather = shard.pre_all_gather  # type: ignore[attr-defined]

@@ -43,8 +43,6 @@ MEASURED_PEAKS = [
     (1, 8, "quads", 16384, "none", True, "bf16", 99.8),
     (1, 8, "bf16", 16384, "full", False, "bf16", 85.0),
     (1, 8, "quads", 16384, "full", False, "bf16", 88.0),
-    (2, 12, "bf16", 16384, "none", True, "bf16", 79.0),
-    (2, 12, "quads", 16384, "none", True, "packed", 80.9),
     (2, 12, "quads", 16384, "none", True, "bf16", 88.1),
     (2, 12, "fp8", 16384, "none", True, "bf16", 89.1),
 ]

@@ -58,13 +58,17 @@ def test_checkpointing_saves_activations_in_order():
 
 def test_gathering_bf16_keeps_a_quantized_copy_of_every_layer():
     spec = resolve(QuantSettings(recipe="quads"))
-    parallel = ParallelSettings(ep=16)  # nothing is computed again
-    args = (MOE25B, spec, RolloutSettings(), RLSettings(), torch.bfloat16, parallel, 16)
-    bf16, packed = (
-        estimate_memory(*args, all_gather).parts["weights in the compute dtype"] for all_gather in ("bf16", "packed")
-    )
-    layer = (MOE25B.num_experts // 16 * 3 * 2048 * 768 + 2048 * 128 * 72) * 2 / GIB
-    assert bf16 - packed == pytest.approx(40 * layer, rel=0.02)
+    experts, rest = 128 * 3 * 2048 * 768 * 2 / GIB, 2048 * 128 * 72 * 2 / GIB  # of a layer, in bf16
+
+    def kept(ep, all_gather):
+        parallel = ParallelSettings(ep=ep)  # nothing is computed again
+        args = (MOE25B, spec, RolloutSettings(), RLSettings(), torch.bfloat16, parallel, 16)
+        return estimate_memory(*args, all_gather).parts["weights in the compute dtype"]
+
+    assert kept(8, "bf16") - kept(8, "packed") == pytest.approx(40 * (experts / 8 + rest), rel=0.02)
+    # with one owner for each expert, that keeps its own either way
+    assert kept(16, "bf16") - kept(16, "packed") == pytest.approx(40 * rest, rel=0.02)
+    assert kept(16, "packed") - kept(8, "packed") == pytest.approx(40 * experts / 16, rel=0.02)
 
 
 def test_what_does_not_fit_says_what_would():
