@@ -44,7 +44,7 @@ KEPT_OPS = (
     "aten._scaled_dot_product_efficient_attention",
     "aten._scaled_dot_product_cudnn_attention",
     "torch_attn._varlen_attn",
-    "_c10d_functional.all_to_all_single",
+    "quads.exchange_rows",
 )
 
 
