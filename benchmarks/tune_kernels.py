@@ -42,7 +42,7 @@ def candidates(bm: int, residual: bool) -> list[Tile]:
     columns = 2 * bm if residual else bm
     out = []
     for (bn, warps), kstep, stages in itertools.product(((64, 2), (128, 4), (128, 8)), (1, 2), (2, 3, 4)):
-        if columns > 32 and kstep == 2 or columns <= 8 and kstep == 1 or columns > 64 and stages == 4:
+        if columns > 32 and kstep == 2 or (columns <= 8 and kstep == 1 and warps == 4) or columns > 64 and stages == 4:
             continue
         if warps == 2 and columns > 16 or warps == 8 and columns < 32 or warps == 4 and columns > 128:
             continue

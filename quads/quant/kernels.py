@@ -150,7 +150,7 @@ def _gemm(
             "x_ptr": operand.data,
             "x_scale_ptr": unused if operand.scale is None else operand.scale,
             "w_ptr": weight.words,
-            "s_ptr": weight.scales,
+            "s_ptr": weight.scales.view(torch.int16),
             "g_ptr": weight.g,
             "rows_ptr": unused if routing is None else routing.rows,
             "expert_ptr": unused if routing is None else routing.expert,

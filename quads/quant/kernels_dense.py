@@ -45,11 +45,11 @@ def expand_kernel(w_ptr, s_ptr, g_ptr, out_ptr, KB, COPIES: tl.constexpr, ASM: t
     row = tl.arange(0, 128)
     word = tl.arange(0, 32)
     words = tl.load(w_ptr + tile * 4096 + row[:, None] * 32 + word[None, :])
-    scale_bytes = tl.load(s_ptr + tile * 1024 + row[:, None] * 8 + tl.arange(0, 8)[None, :])
+    scale_pairs = tl.load(s_ptr + tile * 512 + row[:, None] * 4 + tl.arange(0, 4)[None, :])
     if ASM:
-        w0, w1, w2, w3 = decode_asm(words, scale_bytes, 128, 1)
+        w0, w1, w2, w3 = decode_asm(words, scale_pairs, 128, 1)
     else:
-        w0, w1, w2, w3 = decode_plain(words, scale_bytes, 128, 1)
+        w0, w1, w2, w3 = decode_plain(words, scale_pairs, 128, 1)
     factor = tl.load(g_ptr) * 256.0
     w0 = to_bf16(w0.to(tl.float32) * factor, ASM)
     w1 = to_bf16(w1.to(tl.float32) * factor, ASM)
@@ -94,7 +94,7 @@ def expanded(
     full = torch.empty(nb * TILE, copies * kb * TILE, dtype=torch.bfloat16, device=x.device)
     expand_kernel[(nb * kb,)](
         weight.words,
-        weight.scales,
+        weight.scales.view(torch.int16),
         weight.g,
         full,
         kb,

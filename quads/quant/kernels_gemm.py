@@ -64,12 +64,12 @@ def silu_mul(gate, up, ASM: tl.constexpr):
 
 
 @triton.jit
-def multiply(words, scale_bytes, x0, x1, x2, x3, acc, BN: tl.constexpr, KSTEP: tl.constexpr, ASM: tl.constexpr):
-    """acc + one K step: words [BN, CW], scale bytes [BN, 8 KSTEP], the four parts of x [CW, MB]."""
+def multiply(words, scale_pairs, x0, x1, x2, x3, acc, BN: tl.constexpr, KSTEP: tl.constexpr, ASM: tl.constexpr):
+    """acc + one K step: words [BN, CW], pairs of scale bytes [BN, 4 KSTEP], the four parts of x [CW, MB]."""
     if ASM:
-        w0, w1, w2, w3 = decode_asm(words, scale_bytes, BN, KSTEP)
+        w0, w1, w2, w3 = decode_asm(words, scale_pairs, BN, KSTEP)
     else:
-        w0, w1, w2, w3 = decode_plain(words, scale_bytes, BN, KSTEP)
+        w0, w1, w2, w3 = decode_plain(words, scale_pairs, BN, KSTEP)
     acc = _mma(w0, x0, acc, ASM)
     acc = _mma(w1, x1, acc, ASM)
     acc = _mma(w2, x2, acc, ASM)
@@ -187,25 +187,25 @@ def w4_gemm_kernel(
 
     row = n0 % 128 + tl.arange(0, BN)
     word = tl.arange(0, CW)
-    byte = tl.arange(0, 8 * KSTEP)
+    pair = tl.arange(0, 4 * KSTEP)
     first_tile = (expert.to(tl.int64) * NB + n0 // 128) * KB if MODE != "dense" else (n0 // 128) * KB
     first_k = part * (KB // SPLIT)
     first_tile += first_k
     w_ptrs = w_ptr + first_tile * 4096 + (row[:, None] * 32 + (word % 32)[None, :] + ((word // 32) * 4096)[None, :])
-    s_ptrs = s_ptr + first_tile * 1024 + (row[:, None] * 8 + (byte % 8)[None, :] + ((byte // 8) * 1024)[None, :])
+    s_ptrs = s_ptr + first_tile * 512 + (row[:, None] * 4 + (pair % 4)[None, :] + ((pair // 4) * 512)[None, :])
     x_ptrs = x_ptr + x_row.to(tl.int64)[None, :] * stride_x + (first_k * 128 + word % 32 + (word // 32) * 128)[:, None]
 
     acc = tl.zeros((BN, MB), dtype=tl.float32)
     for _ in range(0, KB // SPLIT, KSTEP):
         words = tl.load(w_ptrs)
-        scale_bytes = tl.load(s_ptrs)
+        scale_pairs = tl.load(s_ptrs)
         x0 = tl.load(x_ptrs, mask=there[None, :], other=0.0)
         x1 = tl.load(x_ptrs + 32, mask=there[None, :], other=0.0)
         x2 = tl.load(x_ptrs + 64, mask=there[None, :], other=0.0)
         x3 = tl.load(x_ptrs + 96, mask=there[None, :], other=0.0)
-        acc = multiply(words, scale_bytes, x0, x1, x2, x3, acc, BN, KSTEP, ASM)
+        acc = multiply(words, scale_pairs, x0, x1, x2, x3, acc, BN, KSTEP, ASM)
         w_ptrs += KSTEP * 4096
-        s_ptrs += KSTEP * 1024
+        s_ptrs += KSTEP * 512
         x_ptrs += KSTEP * 128
 
     acc *= tl.load(g_ptr + expert) * 256.0

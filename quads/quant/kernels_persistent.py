@@ -61,9 +61,9 @@ def w4_persistent_kernel(
     column = tl.arange(0, MB)
     row = tl.arange(0, BN)
     word = tl.arange(0, CW)
-    byte = tl.arange(0, 8 * KSTEP)
+    pair = tl.arange(0, 4 * KSTEP)
     w_at = row[:, None] * 32 + (word % 32)[None, :] + ((word // 32) * 4096)[None, :]
-    s_at = row[:, None] * 8 + (byte % 8)[None, :] + ((byte // 8) * 1024)[None, :]
+    s_at = row[:, None] * 4 + (pair % 4)[None, :] + ((pair // 4) * 512)[None, :]
     x_at = (word % 32 + (word // 32) * 128)[:, None]
 
     tile -= 1
@@ -90,15 +90,15 @@ def w4_persistent_kernel(
                 x_row += (column // BM) * half_rows
             first = (expert.to(tl.int64) * NB + n0 // 128) * (STEPS * KSTEP)
         w_ptrs = w_ptr + ((first + step * KSTEP) * 4096 + (n0 % 128) * 32) + w_at
-        s_ptrs = s_ptr + ((first + step * KSTEP) * 1024 + (n0 % 128) * 8) + s_at
+        s_ptrs = s_ptr + ((first + step * KSTEP) * 512 + (n0 % 128) * 4) + s_at
         x_ptrs = x_ptr + step * (KSTEP * 128) + x_row.to(tl.int64)[None, :] * stride_x + x_at
         words = tl.load(w_ptrs)
-        scale_bytes = tl.load(s_ptrs)
+        scale_pairs = tl.load(s_ptrs)
         x0 = tl.load(x_ptrs, mask=there[None, :], other=0.0)
         x1 = tl.load(x_ptrs + 32, mask=there[None, :], other=0.0)
         x2 = tl.load(x_ptrs + 64, mask=there[None, :], other=0.0)
         x3 = tl.load(x_ptrs + 96, mask=there[None, :], other=0.0)
-        acc = multiply(words, scale_bytes, x0, x1, x2, x3, acc, BN, KSTEP, ASM)
+        acc = multiply(words, scale_pairs, x0, x1, x2, x3, acc, BN, KSTEP, ASM)
         if step == STEPS - 1:
             total = acc * (tl.load(g_ptr + expert) * 256.0)
             if SCALED:

@@ -46,12 +46,30 @@ def ptx(kernel, pointers, constants, capability, **options) -> str:
     return compile_kernel(kernel, pointers, constants, capability, {*pointers, *ALIGNED}, **options).asm["ptx"]
 
 
-def gemm_ptx(mode, bm, bn, kstep, warps, residual=False, capability=90):
-    pointers = {"x_ptr": "*bf16", "x_scale_ptr": "*fp32", "w_ptr": "*i16", "s_ptr": "*u8", "g_ptr": "*fp32"}
+def compile_gemm(mode, bm, bn, kstep, warps, residual=False):
+    pointers = {"x_ptr": "*bf16", "x_scale_ptr": "*fp32", "w_ptr": "*i16", "s_ptr": "*i16", "g_ptr": "*fp32"}
     pointers |= {"rows_ptr": "*i32", "expert_ptr": "*i32", "out_ptr": "*bf16"}
     constants = {"TOP_K": 8, "BM": bm, "BN": bn, "KSTEP": kstep, "MODE": mode, "SCALED": True, "RESIDUAL": residual}
     constants |= {"SPLIT": 1, "ASM": True}
-    return ptx(w4_gemm_kernel, pointers, constants, capability, num_warps=warps, num_stages=3)
+    known = {*pointers, *ALIGNED}
+    return compile_kernel(w4_gemm_kernel, pointers, constants, 90, known, num_warps=warps, num_stages=3).asm
+
+
+def gemm_ptx(*shape) -> str:
+    return compile_gemm(*shape)["ptx"]
+
+
+@pytest.mark.parametrize(
+    ("bm", "bn", "kstep", "warps"), [(8, 64, 2, 2), (8, 128, 2, 4), (32, 128, 1, 4), (64, 128, 1, 8)]
+)
+def test_the_two_scales_of_a_pair_are_neighbours_in_a_thread(bm, bn, kstep, warps):
+    """The inline PTX that decodes a pair of scale bytes writes both into one register. Nor may a thread hold any word
+    twice: with loads of single bytes, or a join, Triton takes the weights for 8-bit ones and does that."""
+    text = compile_gemm("dense", bm, bn, kstep, warps)["ttgir"]
+    layouts = dict(re.findall(r"^(#\w+) = #ttg\.linear<\{register = (\[\[.*?\]\]), lane", text, re.M))
+    used = re.findall(r"0x4140.*?-> tensor<\d+x\d+xbf16, (#\w+)>", text)
+    assert used and all(layouts[layout].startswith("[[0, 1], ") for layout in used)
+    assert "kWidth = 2" in text and "kWidth = 4" not in text
 
 
 @pytest.mark.parametrize(("mode", "residual"), [("gather", True), ("scatter", False), ("dense", False)])
@@ -66,7 +84,7 @@ def test_gemm_uses_wgmma_on_hopper(mode, residual):
 def test_persistent_gemm_loads_ahead_and_waits_for_every_wgmma(mode, bm, kstep, residual):
     """The loop over all tiles of a program is pipelined in spite of the conditions in it, and the race that
     kernels_gemm.py tells of is kept out as there."""
-    pointers = {"x_ptr": "*bf16", "x_scale_ptr": "*fp32", "w_ptr": "*i16", "s_ptr": "*u8", "g_ptr": "*fp32"}
+    pointers = {"x_ptr": "*bf16", "x_scale_ptr": "*fp32", "w_ptr": "*i16", "s_ptr": "*i16", "g_ptr": "*fp32"}
     pointers |= {"rows_ptr": "*i32", "expert_ptr": "*i32", "used_ptr": "*i32", "out_ptr": "*bf16"}
     constants = {"STEPS": 16, "TOP_K": 8, "BM": bm, "BN": 128, "KSTEP": kstep, "MODE": mode, "SCALED": True}
     constants |= {"RESIDUAL": residual, "ASM": True}
