@@ -14,7 +14,7 @@ idle GPU.
 Equal work: router, embeddings, output layer and norms hold the same values in every engine, those of a model at its
 start (normal, 0.02; norms 1). The other matrices are vLLM's dummy values, so small that the hidden states are the
 embeddings: tokens spread over experts evenly, and equally in every engine. `experts_hit` says over how many. Prompts
-are random tokens, responses have a fixed length, prefix caching is off, one warm-up of each batch size is not counted.
+are random tokens, responses have a fixed length, prefix caching is off, a warm-up of each batch size is not counted.
 `tokens_per_s` includes the prefill; `decode_ms` is the median of the steps in the second half of the responses. `--long
 B,P,N`: B sequences from P to P + N tokens, with the decode rate of each quarter.
 For the plugin's engines a sync is timed too: all weights as bf16 tensors on the GPU, quantized and written in place.
@@ -54,6 +54,7 @@ NVFP4_CONFIG = {
     "group_size": 16,
     "ignore": ["lm_head", "*.mlp.gate"],
 }
+WARM_UP_TOKENS = 32
 SAMPLER = "+sampler"  # behind the name of a stock precision: with the trainer's sampler
 LONGEST = 8192  # of max_model_len: the same engine for short and long responses
 PROFILED_STEPS = 10  # decode steps whose kernels are listed
@@ -145,9 +146,8 @@ def run_engine(arguments: argparse.Namespace) -> None:
         passes = ["warm-up", *["round"] * arguments.rounds, *["seeded"] * arguments.seeded] if arguments.rounds else []
         for kind in passes:
             for batch in batches:
-                times = generate(
-                    llm, config, generator, batch, arguments.prompt_tokens, arguments.new_tokens, kind == "seeded"
-                )
+                new = WARM_UP_TOKENS if kind == "warm-up" else arguments.new_tokens
+                times = generate(llm, config, generator, batch, arguments.prompt_tokens, new, kind == "seeded")
                 if kind != "warm-up":
                     key = "seeded_tokens_per_s" if kind == "seeded" else "tokens_per_s"
                     decode = statistics.median(step_seconds(times, arguments.new_tokens // 2))
