@@ -38,7 +38,17 @@ from quads.quant.kernels_tune import NARROW, Layer, ShapeClass, Tile, multiproce
 from quads.quant.kernels_weight import KernelWeight
 from quads.quant.residual import PackedPair, Selection
 
-__all__ = ["KernelWeight", "choose", "compensate_packed", "dequantize", "linear", "moe", "qdq", "quantize"]
+__all__ = [
+    "KernelWeight",
+    "choose",
+    "compensate_packed",
+    "dequantize",
+    "linear",
+    "moe",
+    "qdq",
+    "quantize",
+    "quantize_ahead",
+]
 
 Precision = Literal["w4a16", "w4a4", "w4a4_residual"]
 Path = Literal["native_fp4", "decoded"]
@@ -217,11 +227,13 @@ def moe(
     ratio: float = 0.5,
     selection: Selection = "batch",
     live_T: Tensor | None = None,
+    quantized: Operand | None = None,
 ) -> Tensor:
     """Routed experts, bfloat16 [T, H]: sum over a token's experts of gate * w2(silu(gate rows) * up rows).
 
     x: bfloat16 [T, H]; topk_ids int [T, A]; topk_weights [T, A]; live_T bool [T]: dead rows cost nothing and give 0.
     With precision "w4a4_residual" the sites named in residual_sites ("w13", "w2") are compensated, the other is w4a4.
+    quantized: what `quantize_ahead` made of x; the result is the same.
     """
     tokens, top_k = topk_ids_TA.shape
     compensation = Compensation(ratio, selection)
@@ -229,13 +241,14 @@ def moe(
     name = "moe_residual" if "w4a4_residual" in at.values() else "moe"
     row = shape_class(x_TH.device, name, tokens * top_k / w13.experts, w13.path == "native_fp4")
     live = _bytes(live_T)
-    decode = w13.path == "decoded" and tokens <= SCORED_ROWS  # the quantizer of x writes the routing map as well
+    # the quantizer of x writes the routing map as well
+    decode = quantized is None and w13.path == "decoded" and tokens <= SCORED_ROWS
     routing = empty_map(topk_ids_TA, w13.experts, row.bm) if decode else route(topk_ids_TA, w13.experts, row.bm, live)
     job = map_arguments(routing, topk_ids_TA, w13.experts) if decode else None
     blocks, pairs = routing.expert.numel(), routing.pairs
 
     hidden = torch.empty(blocks * row.bm, w13.hidden_width, dtype=torch.bfloat16, device=x_TH.device)
-    operand = _operand(x_TH, w13, at["w13"], compensation, live, route=job)
+    operand = quantized or _operand(x_TH, w13, at["w13"], compensation, live, route=job)
     _gemm(operand, w13, hidden, "w13", row, name, blocks, pairs, routing, top_k)
 
     live_slots = (routing.rows < pairs).view(torch.uint8) if at["w2"] == "w4a4_residual" else None
@@ -244,6 +257,21 @@ def moe(
     y = torch.empty(pairs, w2.n, dtype=torch.bfloat16, device=x_TH.device)
     _gemm(operand, w2, y, "w2", row, name, blocks, pairs, routing)
     return combine(y, topk_ids_TA, topk_weights_TA, w13.experts, live)
+
+
+def quantize_ahead(
+    x_TH: Tensor,
+    w13: KernelWeight,
+    precision: Precision,
+    ratio: float = 0.5,
+    selection: Selection = "batch",
+    live_T: Tensor | None = None,
+) -> Operand:
+    """The activations of an expert layer's first GEMM, which do not depend on the routing: for `moe(quantized=...)`.
+
+    precision: of w13.
+    """
+    return _operand(x_TH, w13, precision, Compensation(ratio, selection), _bytes(live_T))
 
 
 def _site_precision(precision: Precision, site: str, residual_sites: tuple[str, ...]) -> Precision:

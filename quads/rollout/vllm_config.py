@@ -12,6 +12,7 @@ Shapes: T tokens of a forward, M the most tokens of any forward.
 
 import re
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +27,7 @@ from quads.quant.backend import choose_kernel, describe_kernel
 from quads.quant.linear import SiteSpec
 from quads.rollout.vllm_experts import Experts
 from quads.rollout.vllm_ledger import LoadLedger
-from quads.rollout.vllm_linear import PackedLinear, PlainEmbedding, PlainLinear
+from quads.rollout.vllm_linear import PackedLinear, PlainEmbedding, PlainLinear, Router
 from quads.rollout.vllm_options import LINEAR_SITES, METHOD, PluginOptions
 from quads.rollout.vllm_site import ReferenceSite, Site
 from quads.rollout.vllm_store import Member, Part
@@ -43,6 +44,7 @@ class QuadsConfig(QuantizationConfig):
         self.ledger = LoadLedger()
         self._decisions: dict[str, str] = {}  # layer or parameter -> precision and kernel
         self._live_M: Tensor | None = None
+        self._first_matmuls: WeakValueDictionary[str, Any] = WeakValueDictionary()  # of expert layers, by their name
 
     def get_name(self) -> str:
         return METHOD
@@ -86,6 +88,9 @@ class QuadsConfig(QuantizationConfig):
         elif not isinstance(layer, VocabParallelEmbedding):
             return None
         self._decisions[prefix] = "not quantized"
+        parent, _, name = prefix.rpartition(".")
+        if name == "gate":
+            return Router(self, f"{parent}.experts")
         return PlainLinear() if isinstance(layer, LinearBase) else PlainEmbedding()
 
     def make_site(
@@ -106,6 +111,16 @@ class QuadsConfig(QuantizationConfig):
         from quads.rollout.vllm_triton import TritonSite
 
         return TritonSite(name, spec, shape, parts, dtype)
+
+    def quantize_ahead(self, experts: str, site: Site) -> None:
+        """When the router of the layer `experts` runs, `site`, its first matmul, may start on its input."""
+        if hasattr(site, "start"):
+            self._first_matmuls[experts] = site
+
+    def start_experts(self, experts: str, x: Tensor) -> None:
+        """Called with the input of the router of the layer `experts`."""
+        if site := self._first_matmuls.get(experts):
+            site.start(x, self.live_mask())
 
     def live_mask(self) -> Tensor:
         """bool [M] on the model's device: True for the rows of the current forward that are tokens, False for padding.

@@ -64,6 +64,7 @@ class Experts(FusedMoEMethodBase):
             getattr(layer, f"{site_name}_weight").weight_loader = MethodType(_load_expert, layer)
             layer.quads_sites[site_name] = site
             self.config.ledger.expect(name, ((shard, e) for e in range(num_experts) for shard in parts))
+        self.config.quantize_ahead(layer.layer_name, layer.quads_sites["w13"])
         layer.register_buffer("quads_live", self.config.live_mask(), persistent=False)
         layer.load_weights = MethodType(_load_weights, layer)
 

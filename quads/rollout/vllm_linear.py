@@ -51,6 +51,22 @@ class PlainLinear(UnquantizedLinearMethod):
         return F.linear(x, layer.weight, bias)
 
 
+class Router(PlainLinear):
+    """The router of an expert layer. vLLM calls it inside the opaque op of that layer where it can (Qwen3-MoE); the
+    experts' activations are then quantized beside it. Where Dynamo traces the router (Mixtral), it is a plain layer.
+    """
+
+    def __init__(self, config: "QuadsConfig", experts: str) -> None:
+        """experts: name of the layer that the router is for."""
+        super().__init__()
+        self.config, self.experts = config, experts
+
+    def apply(self, layer: nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        if x.is_cuda and not torch.compiler.is_compiling():
+            self.config.start_experts(self.experts, x)
+        return super().apply(layer, x, bias)
+
+
 class PlainEmbedding(UnquantizedEmbeddingMethod):
     """Embedding and lm_head, with the weight left in place."""
 

@@ -4,6 +4,9 @@ A kernel keeps its weights in a layout of its own, a fixed permutation of the ch
 place: a captured CUDA graph reads the new weights at the old addresses. vLLM traces linear layers with Dynamo, so
 they call a custom op with a fake implementation; expert layers sit inside vLLM's own opaque op already.
 
+The activations of an expert layer do not depend on its routing, so they are quantized while the router runs: `start`,
+called with the input of the router, forks a second stream, and `experts` joins it. A CUDA graph captures the fork.
+
 Shapes: E experts, N rows, K columns, T tokens, M the most tokens of any forward.
 """
 
@@ -20,6 +23,7 @@ from vllm.utils.torch_utils import direct_register_custom_op
 from quads.errors import UserError
 from quads.quant import kernels
 from quads.quant.kernels import KernelWeight
+from quads.quant.kernels_quantize import Operand
 from quads.quant.linear import SiteSpec
 from quads.quant.tensor import NVFP4Tensor
 from quads.rollout.vllm_site import check_columns
@@ -49,6 +53,7 @@ class TritonSite:
             setattr(self.weight, buffer, nn.Parameter(getattr(self.weight, buffer), requires_grad=False))
         self.loader = GroupLoader(name, parts, spec.global_scale, self)
         self._staged: tuple[NVFP4Tensor, set[int]] | None = None
+        self._ahead: tuple[Tensor, Operand] | None = None
         if not hasattr(torch.ops.vllm, "quads_linear"):
             direct_register_custom_op("quads_linear", _linear, mutates_args=[], fake_impl=_linear_shape)
 
@@ -114,6 +119,33 @@ class TritonSite:
             spec.selection,
         )
 
+    def start(self, x_TH: Tensor, live_M: Tensor) -> None:
+        """Begin to quantize the input of `experts`, which must follow, beside what the current stream does next."""
+        side, spec = side_stream(x_TH.device), self.spec
+        side.wait_stream(torch.cuda.current_stream(x_TH.device))
+        with torch.cuda.stream(side):
+            operand = kernels.quantize_ahead(
+                x_TH,
+                self.weight,
+                spec.precision,
+                spec.ratio,
+                spec.selection,
+                live_M[: x_TH.shape[0]],  # pyright: ignore[reportArgumentType]
+            )
+        self._ahead = x_TH, operand
+
+    def _join(self, x_TH: Tensor) -> Operand | None:
+        """What `start` made of x; None if it was not called, or with another tensor.
+
+        The allocator may reuse the operand's memory on the side stream as soon as it is dropped: what comes there next
+        waits for the current stream first.
+        """
+        if self._ahead is None:
+            return None
+        (x, operand), self._ahead = self._ahead, None
+        torch.cuda.current_stream(x.device).wait_stream(side_stream(x.device))
+        return operand if (x.data_ptr(), x.shape) == (x_TH.data_ptr(), x_TH.shape) else None
+
     def experts(self, w2: "TritonSite", x_TH: Tensor, ids_TA: Tensor, gates_TA: Tensor, live_M: Tensor) -> Tensor:
         """The whole layer, [T, H], called on w13. Rows that are not live give 0 and read no weights."""
         specs = {"w13": self.spec, "w2": w2.spec}
@@ -129,7 +161,14 @@ class TritonSite:
             self.spec.ratio,
             self.spec.selection,
             live_M[: x_TH.shape[0]],
+            self._join(x_TH),
         )
+
+
+@functools.cache
+def side_stream(device: torch.device) -> torch.cuda.Stream:
+    """The one stream beside the current one on a GPU."""
+    return torch.cuda.Stream(device)
 
 
 @functools.cache

@@ -176,6 +176,65 @@ def test_routed_experts_are_those_of_our_model(pair: Any) -> None:
         assert same.float().mean() > (0.7 if "a4" in precision else 0.9)
 
 
+def test_experts_are_quantized_beside_the_router(pair: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM calls the router inside the expert layer, where a second stream can begin (in prompts: no graph there)."""
+    from quads.rollout.vllm_triton import TritonSite
+
+    precision, _, engine, _ = pair
+    started, start = set(), TritonSite.start
+    monkeypatch.setattr(TritonSite, "start", lambda site, *rest: started.add(site.name) or start(site, *rest))
+    engine.generate(make_prompts(7), 1, SAMPLING, list(range(7)))
+    assert len(started) == (0 if precision == "bf16" else CONFIG.num_layers)
+
+
+@pytest.mark.parametrize("tokens", [3, 64, 300])
+@pytest.mark.parametrize("precision", ["w4a16", "w4a4", "w4a4_residual"])
+def test_quantizing_beside_the_router_changes_nothing(precision: Any, tokens: int) -> None:
+    """Three layers with a second stream, in a CUDA graph that is replayed with other tokens, against one stream."""
+    from quads.quant.linear import SiteSpec
+    from quads.rollout.vllm_store import Part
+    from quads.rollout.vllm_triton import TritonSite
+
+    hidden, width, experts, top_k = 320, 192, 16, 4
+    rows = Part(0, 0, width, hidden)
+    layers = []
+    with CUDA:
+        live = torch.arange(1024) < tokens - 1
+        for _ in range(3):
+            w13 = TritonSite(
+                "w13",
+                SiteSpec(precision, 0.5, "batch", "pow2"),
+                (experts, 2 * width, hidden),
+                {"w1": rows, "w3": rows},
+                torch.bfloat16,
+            )
+            down = SiteSpec("w4a4" if "residual" in precision else precision, 0.5, "batch", "pow2")
+            w2 = TritonSite("w2", down, (experts, hidden, width), {"w2": Part(0, 0, hidden, width)}, torch.bfloat16)
+            up = torch.randn(experts, 2 * width, hidden) / hidden**0.5
+            w13.loader.add_fused(up, [rows, Part(width, 0, width, hidden)])
+            w2.loader.add_fused(torch.randn(experts, hidden, width) / width**0.5, [Part(0, 0, hidden, width)])
+            layers.append((w13, w2, torch.randn(hidden, experts, dtype=torch.bfloat16)))
+        x = torch.randn(tokens, hidden, dtype=torch.bfloat16)
+
+    def forward(ahead: bool) -> torch.Tensor:
+        y = x
+        for w13, w2, router in layers:
+            if ahead:
+                w13.start(y, live)
+            gates, ids = (y @ router).float().softmax(-1).topk(top_k)
+            y = y + w13.experts(w2, y, ids.int(), gates, live)
+        return y
+
+    torch.testing.assert_close(forward(True), forward(False), rtol=0, atol=0)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = forward(True)
+    for _ in range(20):
+        x.copy_(torch.randn_like(x))
+        graph.replay()
+        torch.testing.assert_close(captured, forward(False), rtol=0, atol=0)
+
+
 def test_what_no_kernel_serves_is_refused() -> None:
     with pytest.raises(UserError, match="no GPU kernel serves w16a4"):
         make_vllm(spec_of("w16a4"))

@@ -2,6 +2,7 @@
 
 import torch
 
+from quads.quant import kernels
 from quads.quant.linear import SiteSpec
 from quads.quant.tensor import NVFP4Tensor
 from quads.rollout.sync import checksum
@@ -102,6 +103,9 @@ def check_experts(precision: str, generator: torch.Generator) -> None:
     y, expected = (w13[i].experts(w2[i], x, ids, gates, MASK) for i in range(2))
     assert_close(y[:LIVE], expected[:LIVE], atol=4 * TOLERANCE * float(expected.abs().max()))
     assert not y[LIVE:].any()  # padding reads no weights
+    ahead = kernels.quantize_ahead(x, w13[0].weight, precision, 0.5, "batch", MASK[:TOKENS])  # type: ignore[arg-type]
+    w13[0]._join = lambda x: ahead  # type: ignore[method-assign]
+    assert_bitwise(w13[0].experts(w2[0], x, ids, gates, MASK), y)
 
 
 if __name__ == "__main__":
