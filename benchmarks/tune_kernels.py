@@ -41,14 +41,14 @@ def candidates(bm: int, residual: bool) -> list[Tile]:
     """Tiles of a routed layer; what was never within 10 % of the best is left out."""
     columns = 2 * bm if residual else bm
     out = []
-    for (bn, warps), kstep, stages in itertools.product(((64, 2), (128, 4), (128, 8)), (1, 2), (2, 3, 4)):
+    for (bn, warps), kstep, stages in itertools.product(((64, 2), (128, 4), (128, 8)), (1, 2), (3, 4)):
         if columns > 32 and kstep == 2 or (columns <= 8 and kstep == 1 and warps == 4) or columns > 64 and stages == 4:
             continue
         if warps == 2 and columns > 16 or warps == 8 and columns < 32 or warps == 4 and columns > 128:
             continue
         out.append(Tile(bn, kstep, stages, warps))
         if columns <= 64:
-            shared = {2: (4, 5, 6), 4: (2, 3, 4), 8: (1, 2, 3)}[warps]
+            shared = {2: (6, 8), 4: (3, 4), 8: (2,)}[warps]
             out += [Tile(bn, kstep, stages, warps, 1, programs) for programs in shared]
     return out
 
@@ -63,7 +63,7 @@ def dense_candidates(layer: str, tokens: int, bm: int, residual: bool) -> list[T
         if kstep != 2 and columns < 32 or kstep != 1 and columns > 32 or warps < 4 and columns > 16:
             continue
         steps = SHAPES[layer][1] // 128 // kstep // split
-        if warps == 8 and columns < 64 or stages == 5 and (columns > 32 or steps < 4) or steps < 2:
+        if warps == 8 and columns < 64 or stages == 5 and (tokens > 16 or steps < 4) or steps < 2:
             continue
         if 0.5 <= programs / MULTIPROCESSORS <= 8:
             out.append(Tile(bn, kstep, stages, warps, split))
@@ -167,8 +167,7 @@ def compile_all(jobs: list[tuple], dense: bool) -> None:
         distinct = {}
         for job in jobs:
             layer, tokens, bm, tile, residual = job
-            kernel = tile._replace(programs=min(tile.programs, 1))
-            distinct.setdefault((layer, tokens == 1, tokens <= 16, bm, kernel, residual), job)
+            distinct.setdefault((layer, tokens == 1, tokens <= 16, bm, tile, residual), job)
         waiting += [pool.submit(precompile, job) for job in distinct.values()]
         for each in waiting:
             each.result()

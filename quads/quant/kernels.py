@@ -53,6 +53,9 @@ __all__ = [
 Precision = Literal["w4a16", "w4a4", "w4a4_residual"]
 Path = Literal["native_fp4", "decoded"]
 
+REGISTERS = 65536
+"""Of a multiprocessor."""
+
 
 def choose(device: torch.device | str, precision: str, path: str = "auto") -> tuple[Path, str]:
     """(path, why) for 4-bit weights at a precision. Raises UserError if it, or the path asked for, cannot be had."""
@@ -183,6 +186,8 @@ def _gemm(
             "launch_pdl": compiled() and _overlaps(mode, n_rows, weight.experts),
         }
         if choice.programs and routing is not None:
+            if compiled():  # so few registers that all programs fit
+                arguments["maxnreg"] = min(REGISTERS // (32 * choice.warps * choice.programs) // 8 * 8, 248)
             w4_persistent_kernel[(choice.programs * multiprocessors(out.device),)](
                 used_ptr=routing.used, half_rows=main_rows, STEPS=kb // kstep, **arguments
             )

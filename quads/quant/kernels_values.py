@@ -55,7 +55,7 @@ def _code_value(words, SIGN: tl.constexpr, HIGH: tl.constexpr):
 
 @triton.jit
 def decode_asm(words, scale_pairs, BN: tl.constexpr, KSTEP: tl.constexpr):
-    """words int16 [BN, CW], scale_pairs int16 [BN, 4 KSTEP] of two bytes -> four bfloat16 [BN, CW] of e2m1 * e4m3 / 256.
+    """words int16 [BN, CW], scale_pairs int16 [BN, 4 KSTEP] of two bytes -> four bfloat16 [BN, CW]: e2m1 * e4m3 / 256.
     Where single bytes are loaded, Triton takes the weights for 8-bit ones and each thread holds its scales twice."""
     # Each pair stands for two columns, which are neighbours in a thread's registers (tests/numerics: the layout).
     pairs = tl.broadcast_to(scale_pairs.reshape(BN, 4 * KSTEP, 1), (BN, 4 * KSTEP, 2)).reshape(BN, 8 * KSTEP)
