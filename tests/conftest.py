@@ -48,7 +48,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         missing["vllm"] = "needs the extra `vllm`"
     for item in items:
         for name, reason in missing.items():
-            if name in item.keywords:
+            if item.get_closest_marker(name):  # not a keyword: the folder tests/gpu is one, too
                 item.add_marker(pytest.mark.skip(reason=reason))
 
 

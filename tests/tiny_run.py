@@ -4,6 +4,10 @@ A right answer is "0" or "1" and the end: one guess in sixteen is right, so rewa
 """
 
 import json
+import os
+import subprocess
+import sys
+import time
 from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
@@ -17,6 +21,7 @@ from quads.model.config import ModelConfig
 from quads.model.hf import save_hf
 from quads.model.model import MoEDecoder
 from quads.run_folder import read_rows
+from tests.helpers import REPOSITORY, command_env, free_port
 
 EOS = "<eos>"
 CONFIG = ModelConfig(
@@ -137,3 +142,28 @@ def train_rows(config: Path, out: Path, **values: Any) -> list[dict[str, Any]]:
 def computed(rows: list[dict[str, Any]]) -> list[str]:
     """Rows as text, without what was measured: equal for runs that did the same."""
     return [json.dumps({key: value for key, value in row.items() if not key.startswith(MEASURED)}) for row in rows]
+
+
+def start_two(config: Path, out: Path, **values: Any) -> list[subprocess.Popen[str]]:
+    """A run of two processes, resuming where there is something to resume; no torchrun between them and a test that
+    kills."""
+    command = [sys.executable, str(REPOSITORY / "train.py"), "--config", str(config), "--checkpoint.resume", "latest"]
+    command += options(train__out=out, **values)
+    port = str(free_port())
+    started = []
+    for rank in ("0", "1"):
+        env = command_env(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE="2", LOCAL_WORLD_SIZE="2", MASTER_PORT=port)
+        env["MASTER_ADDR"] = "127.0.0.1"
+        started.append(subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True))
+    return started
+
+
+def signal_after_row(processes: list[subprocess.Popen[str]], out: Path, step: int, number: int) -> list[str]:
+    """Signal both once metrics.jsonl has the row of `step`; their output when they have ended."""
+    metrics = out / "metrics.jsonl"
+    while not metrics.exists() or len(metrics.read_bytes().splitlines()) < step:
+        assert all(p.poll() is None for p in processes), [p.communicate()[0] for p in processes]
+        time.sleep(0.05)
+    for process in processes:
+        os.kill(process.pid, number)
+    return [process.communicate(timeout=60)[0] for process in processes]
