@@ -176,13 +176,14 @@ def _reduce(partial: Tensor, group: int) -> Tensor:
         return partial.view(-1)
     units = kp // group
     score = torch.empty(units, dtype=torch.float64, device=partial.device)
-    bu = min(units, 32 // group)
+    bp = min(triton.next_power_of_2(groups), 256)
+    bu = max(min(units, 32 // group, 2048 // bp // group), 1)  # up to 256 partial sums in one go, 16 a thread
     reduce_kernel[(units // bu,)](
         partial,
         score,
         groups,
         kp,
-        BP=min(triton.next_power_of_2(groups), 64),
+        BP=bp,
         BU=bu,
         GROUP=group,
         ASM=compiled(),
