@@ -56,7 +56,10 @@ def w4_persistent_kernel(
     tiles = tl.load(used_ptr) * tiles_n
     programs = tl.num_programs(0)
     tile = tiles * tl.program_id(0) // programs
-    count = tiles * (tl.program_id(0) + 1) // programs - tile
+    end = tiles * (tl.program_id(0) + 1) // programs
+    count = end - tile
+    if count <= 0:
+        return
 
     column = tl.arange(0, MB)
     row = tl.arange(0, BN)
@@ -66,7 +69,6 @@ def w4_persistent_kernel(
     s_at = row[:, None] * 4 + (pair % 4)[None, :] + ((pair // 4) * 512)[None, :]
     x_at = (word % 32 + (word // 32) * 128)[:, None]
 
-    tile -= 1
     step = STEPS - 1
     block = 0
     n0 = 0
@@ -74,18 +76,24 @@ def w4_persistent_kernel(
     expert = 0
     x_row = column
     there = column < 0
+    # Which expert and tokens a tile is of is read one tile ahead.
+    next_block = tile // tiles_n
+    next_expert = tl.load(expert_ptr + next_block)
+    next_target = tl.load(rows_ptr + next_block * BM + column % BM)
     acc = tl.zeros((BN, MB), dtype=tl.float32)
     for _ in range(0, count * STEPS):
         step = tl.where(step == STEPS - 1, 0, step + 1)
         if step == 0:
-            tile += 1
-            block = tile // tiles_n
+            block = next_block
             n0 = (tile % tiles_n) * BN
-            expert = tl.load(expert_ptr + block)
-            slot = block * BM + column % BM
-            target = tl.load(rows_ptr + slot)
+            expert = next_expert
+            target = next_target
+            tile += 1
+            next_block = tl.minimum(tile, end - 1) // tiles_n
+            next_expert = tl.load(expert_ptr + next_block)
+            next_target = tl.load(rows_ptr + next_block * BM + column % BM)
             there = target < n_rows
-            x_row = target // TOP_K if MODE == "gather" else slot
+            x_row = target // TOP_K if MODE == "gather" else block * BM + column % BM
             if RESIDUAL:
                 x_row += (column // BM) * half_rows
             first = (expert.to(tl.int64) * NB + n0 // 128) * (STEPS * KSTEP)
