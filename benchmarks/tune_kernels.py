@@ -87,7 +87,8 @@ def launcher(job: tuple, weights: list, routings: list) -> Callable[[int], None]
     def call(i: int) -> None:
         weight = weights[i % len(weights)]
         if routed:
-            kernels._gemm(operand, weight, out, layer, row, "", blocks, tokens * TOP_K, routings[i], TOP_K)
+            top_k = TOP_K if layer == "w13" else 1  # x of w2 has a row a slot
+            kernels._gemm(operand, weight, out, layer, row, "", blocks, tokens * TOP_K, routings[i], top_k)
         else:
             kernels._gemm(operand, weight, out, "dense", row, "", blocks, tokens)
 
