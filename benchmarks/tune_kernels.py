@@ -147,7 +147,10 @@ def weight(shape: tuple[int, ...], swiglu: bool = False) -> kernels.KernelWeight
 def pretty(content: dict) -> str:
     """JSON with one shape class a line."""
     text = json.dumps(content, indent=1)
-    return re.sub(r"\{\s+(\"up_to\"[^{}]*?)\s+\}", lambda m: "{" + re.sub(r"\s+", " ", m[1]) + "}", text) + "\n"
+    for opening, inside, closing in (("[", r"[^\[\]{}]*?", "]"), ("{", r"\"up_to\"[^{}]*?", "}")):
+        pattern = rf"\{opening}\s+({inside})\s+\{closing}"
+        text = re.sub(pattern, lambda m, o=opening, c=closing: o + re.sub(r"\s+", " ", m[1]) + c, text)
+    return text + "\n"
 
 
 def find_jobs(asked: list[str], sizes: list[int]) -> list[tuple]:

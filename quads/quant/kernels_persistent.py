@@ -50,18 +50,24 @@ def w4_persistent_kernel(
     half_rows: rows of main in x; STEPS: K steps of a tile."""
     MB: tl.constexpr = 2 * BM if RESIDUAL else BM
     CW: tl.constexpr = 32 * KSTEP
-    wait_for_previous(ASM)
-    start_next(ASM)
+    if MODE == "gather":
+        wait_for_previous(ASM)
+        start_next(ASM)
     tiles_n = NB * (128 // BN)
     tiles = tl.load(used_ptr) * tiles_n
     programs = tl.num_programs(0)
     tile = tiles * tl.program_id(0) // programs
     end = tiles * (tl.program_id(0) + 1) // programs
-    count = end - tile
-    if count <= 0:
-        return
-
     column = tl.arange(0, MB)
+    # Which expert and tokens a tile is of is read one tile ahead.
+    next_block = tl.minimum(tile, tl.maximum(tiles - 1, 0)) // tiles_n
+    next_expert = tl.load(expert_ptr + next_block)
+    next_target = tl.load(rows_ptr + next_block * BM + column % BM)
+    if MODE == "scatter":
+        # Here the routing map was complete already: the "gather" GEMM called start_next after its own wait.
+        wait_for_previous(ASM)
+        start_next(ASM)
+
     row = tl.arange(0, BN)
     word = tl.arange(0, CW)
     pair = tl.arange(0, 4 * KSTEP)
@@ -76,12 +82,8 @@ def w4_persistent_kernel(
     expert = 0
     x_row = column
     there = column < 0
-    # Which expert and tokens a tile is of is read one tile ahead.
-    next_block = tile // tiles_n
-    next_expert = tl.load(expert_ptr + next_block)
-    next_target = tl.load(rows_ptr + next_block * BM + column % BM)
     acc = tl.zeros((BN, MB), dtype=tl.float32)
-    for _ in range(0, count * STEPS):
+    for _ in range(0, (end - tile) * STEPS):
         step = tl.where(step == STEPS - 1, 0, step + 1)
         if step == 0:
             block = next_block

@@ -108,7 +108,7 @@ if INTERPRETED:
         ids = torch.tensor([[0, 2], [2, 0], [2, 0], [0, 2], [1, 2]])
         live = torch.tensor([True, True, True, True, False])
 
-        def run(programs):
+        def run(programs, live=live):
             tile = Tile(64, 1, 1, 4, 1, programs)
             row = ShapeClass(1e9, 2, {"w13": tile, "w2": tile})
             monkeypatch.setattr(kernels, "shape_class", lambda *arguments: row)
@@ -116,6 +116,7 @@ if INTERPRETED:
 
         y = run(0)
         assert torch.equal(run(1), y) and y.abs().sum() > 0
+        assert (run(1, torch.zeros_like(live)) == 0).all()  # nobody is there: no tile at all
 
     def test_a_ratio_that_keeps_no_channel_costs_no_second_operand(monkeypatch):
         x = torch.randn(5, 48).bfloat16()
