@@ -15,7 +15,7 @@ from quads.quant.kernels_gemm import start_next, to_bf16, wait_for_previous
 from quads.quant.kernels_layout import TILE
 from quads.quant.kernels_math import compiled
 from quads.quant.kernels_quantize import Compensation, quantize_activations, reorder_activations
-from quads.quant.kernels_values import decode_asm, decode_plain
+from quads.quant.kernels_values import decode_plain
 
 if TYPE_CHECKING:
     from quads.quant.kernels_weight import KernelWeight
@@ -46,15 +46,13 @@ def expand_kernel(w_ptr, s_ptr, g_ptr, out_ptr, KB, COPIES: tl.constexpr, ASM: t
     word = tl.arange(0, 32)
     words = tl.load(w_ptr + tile * 4096 + row[:, None] * 32 + word[None, :])
     scale_pairs = tl.load(s_ptr + tile * 512 + row[:, None] * 4 + tl.arange(0, 4)[None, :])
-    if ASM:
-        w0, w1, w2, w3 = decode_asm(words, scale_pairs, 128, 1)
-    else:
-        w0, w1, w2, w3 = decode_plain(words, scale_pairs, 128, 1)
+    # In plain arithmetic: the inline PTX of the GEMM wants the register layout of an MMA operand.
+    w0, w1, w2, w3 = decode_plain(words, scale_pairs, 128, 1)
     factor = tl.load(g_ptr) * 256.0
-    w0 = to_bf16(w0.to(tl.float32) * factor, ASM)
-    w1 = to_bf16(w1.to(tl.float32) * factor, ASM)
-    w2 = to_bf16(w2.to(tl.float32) * factor, ASM)
-    w3 = to_bf16(w3.to(tl.float32) * factor, ASM)
+    w0 = to_bf16(w0 * factor, ASM)
+    w1 = to_bf16(w1 * factor, ASM)
+    w2 = to_bf16(w2 * factor, ASM)
+    w3 = to_bf16(w3 * factor, ASM)
     out_row = (tile // KB * 128 + row).to(tl.int64)[:, None] * (COPIES * KB * 128)
     for copy in tl.static_range(COPIES):
         out_ptrs = out_ptr + out_row + copy * KB * 128 + (tile % KB) * 128 + word[None, :]
