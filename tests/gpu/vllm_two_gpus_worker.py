@@ -75,7 +75,7 @@ def draw(world: Distributed, model: MoEDecoder, size: int) -> list[Completion]:
 
 
 def main() -> None:
-    faulthandler.dump_traceback_later(200)  # who waits for whom
+    faulthandler.dump_traceback_later(140)  # who waits for whom
     size, folder = int(sys.argv[1]), Path(sys.argv[2])
     with init_distributed(ParallelSettings(), TrainSettings(device="cuda")) as world:
         drawn = [(c.token_ids, c.logprobs) for c in draw(world, make_learner(world), size)]
