@@ -41,9 +41,11 @@ UPDATES = 2
 # One block of flash attention's backward a sequence: longer ones add up dQ atomically, in an order that varies.
 LENGTHS = [60, 13, 64, 1 + 1, 33, 50, 64, 7]
 # bf16 rounds in another order when a batch is split: relative to the loss, to the norm, and to a weight's whole change.
+# One process on a CPU that splits this batch into four micro-batches in place of two is 1.4e-3, 1.8e-3 and 0.08 (of a
+# router) from itself. What would be wrong by a factor or a missing term shows in fp32.
 TOLERANCE = {
     torch.float32: {"loss": 1e-5, "norm": 1e-4, "change": 1e-3},
-    torch.bfloat16: {"loss": 2e-3, "norm": 2e-2, "change": 0.1},
+    torch.bfloat16: {"loss": 4e-3, "norm": 2e-2, "change": 0.2},
 }
 
 MOMENTS_TOLERANCE = {"cpu": 0.02, "8bit": 0.1}  # of the change of all weights
