@@ -47,9 +47,6 @@ def candidates(bm: int, residual: bool) -> list[Tile]:
         if warps == 2 and columns > 16 or warps == 8 and columns < 32 or warps == 4 and columns > 128:
             continue
         out.append(Tile(bn, kstep, stages, warps))
-        if columns <= 64:
-            shared = {2: (6, 8), 4: (3, 4), 8: (2,)}[warps]
-            out += [Tile(bn, kstep, stages, warps, 1, programs) for programs in shared]
     return out
 
 

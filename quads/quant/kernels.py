@@ -25,7 +25,6 @@ from quads.quant.kernels_layout import TILE
 from quads.quant.kernels_math import compiled
 from quads.quant.kernels_moe import Routing, combine, empty_map, map_arguments, route
 from quads.quant.kernels_pack import dequantize, qdq, quantize
-from quads.quant.kernels_persistent import w4_persistent_kernel
 from quads.quant.kernels_quantize import (
     SCORED_ROWS,
     Compensation,
@@ -34,7 +33,7 @@ from quads.quant.kernels_quantize import (
     quantize_activations,
     reorder_activations,
 )
-from quads.quant.kernels_tune import NARROW, Layer, ShapeClass, Tile, multiprocessors, shape_class, tile
+from quads.quant.kernels_tune import NARROW, Layer, ShapeClass, Tile, shape_class, tile
 from quads.quant.kernels_weight import KernelWeight
 from quads.quant.residual import PackedPair, Selection
 
@@ -52,9 +51,6 @@ __all__ = [
 
 Precision = Literal["w4a16", "w4a4", "w4a4_residual"]
 Path = Literal["native_fp4", "decoded"]
-
-REGISTERS = 65536
-"""Of a multiprocessor."""
 
 
 def choose(device: torch.device | str, precision: str, path: str = "auto") -> tuple[Path, str]:
@@ -153,46 +149,39 @@ def _gemm(
         return
     nb, kb = weight.words.shape[1:3]
     unused = weight.g
-    main_rows = operand.data.shape[0] // (2 if operand.residual else 1)
 
     def run(choice: Tile) -> None:
         split = choice.split if kb % choice.split == 0 else 1
         kstep = choice.kstep if kb // split % choice.kstep == 0 else 1
         target = out if split == 1 else torch.empty(split, *out.shape, dtype=torch.float32, device=out.device)
-        arguments = {
-            "x_ptr": operand.data,
-            "x_scale_ptr": unused if operand.scale is None else operand.scale,
-            "w_ptr": weight.words,
-            "s_ptr": weight.scales.view(torch.int16),
-            "g_ptr": weight.g,
-            "rows_ptr": unused if routing is None else routing.rows,
-            "expert_ptr": unused if routing is None else routing.expert,
-            "out_ptr": target,
-            "n_rows": n_rows,
-            "N": weight.n,
-            "NB": nb,
-            "stride_x": operand.data.stride(0),
-            "stride_out": out.stride(0),
-            "TOP_K": top_k,
-            "BM": row.bm,
-            "BN": choice.bn,
-            "KSTEP": kstep,
-            "MODE": mode,
-            "SCALED": operand.scale is not None,
-            "RESIDUAL": operand.residual,
-            "ASM": compiled(),
-            "num_warps": choice.warps,
-            "num_stages": choice.stages,
-            "launch_pdl": compiled() and _overlaps(mode, n_rows, weight.experts),
-        }
-        if choice.programs and routing is not None:
-            if compiled():  # so few registers that all programs fit
-                arguments["maxnreg"] = min(REGISTERS // (32 * choice.warps * choice.programs) // 8 * 8, 248)
-            w4_persistent_kernel[(choice.programs * multiprocessors(out.device),)](
-                used_ptr=routing.used, half_rows=main_rows, STEPS=kb // kstep, **arguments
-            )
-            return
-        w4_gemm_kernel[(blocks * nb * (TILE // choice.bn) * split,)](KB=kb, SPLIT=split, **arguments)
+        w4_gemm_kernel[(blocks * nb * (TILE // choice.bn) * split,)](
+            operand.data,
+            unused if operand.scale is None else operand.scale,
+            weight.words,
+            weight.scales.view(torch.int16),
+            weight.g,
+            unused if routing is None else routing.rows,
+            unused if routing is None else routing.expert,
+            target,
+            n_rows,
+            weight.n,
+            nb,
+            kb,
+            operand.data.stride(0),
+            out.stride(0),
+            TOP_K=top_k,
+            BM=row.bm,
+            BN=choice.bn,
+            KSTEP=kstep,
+            MODE=mode,
+            SCALED=operand.scale is not None,
+            RESIDUAL=operand.residual,
+            SPLIT=split,
+            ASM=compiled(),
+            num_warps=choice.warps,
+            num_stages=choice.stages,
+            launch_pdl=compiled() and _overlaps(mode, n_rows, weight.experts),
+        )
         if split > 1:
             sum_parts(target, out)
 

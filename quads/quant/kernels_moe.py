@@ -20,7 +20,6 @@ class Routing(NamedTuple):
 
     rows: Tensor  # int32 [blocks * bm]: flat index t * A + a, or `pairs` in a padding slot
     expert: Tensor  # int32 [blocks], -1: unused
-    used: Tensor  # int32 [1], the blocks in use, which come first
     pairs: int
     bm: int
 
@@ -48,7 +47,6 @@ def write_slots(
     live_ptr,
     map_ptr,
     expert_ptr,
-    used_ptr,
     n_pairs,
     n_blocks,
     TOP_K: tl.constexpr,
@@ -82,7 +80,6 @@ def write_slots(
     last = first + (mine + BM - 1) // BM
     pad = slot + tl.arange(0, BM)
     tl.store(map_ptr + pad, tl.zeros((BM,), dtype=tl.int32) + n_pairs, mask=pad < last * BM)
-    tl.store(used_ptr, used)  # the same number from every program
     for block in range(first, last):
         tl.store(expert_ptr + block, e)
     for block in range(used + e, n_blocks, E):
@@ -96,7 +93,6 @@ def route_kernel(
     live_ptr,
     map_ptr,
     expert_ptr,
-    used_ptr,
     n_pairs,
     n_blocks,
     TOP_K: tl.constexpr,
@@ -116,7 +112,6 @@ def route_kernel(
         live_ptr,
         map_ptr,
         expert_ptr,
-        used_ptr,
         n_pairs,
         n_blocks,
         TOP_K,
@@ -166,8 +161,8 @@ def empty_map(ids_TA: Tensor, experts: int, bm: int) -> Routing:
     """Room for a map, and its sizes."""
     pairs = ids_TA.numel()
     blocks = max_blocks(pairs, experts, bm)
-    rows, expert, used = (torch.empty(n, dtype=torch.int32, device=ids_TA.device) for n in (blocks * bm, blocks, 1))
-    return Routing(rows, expert, used, pairs, bm)
+    rows, expert = (torch.empty(n, dtype=torch.int32, device=ids_TA.device) for n in (blocks * bm, blocks))
+    return Routing(rows, expert, pairs, bm)
 
 
 def map_arguments(routing: Routing, ids_TA: Tensor, experts: int) -> dict:
@@ -176,7 +171,6 @@ def map_arguments(routing: Routing, ids_TA: Tensor, experts: int) -> dict:
         "ids_ptr": ids_TA,
         "map_ptr": routing.rows,
         "expert_ptr": routing.expert,
-        "used_ptr": routing.used,
         "n_pairs": routing.pairs,
         "n_blocks": routing.expert.numel(),
         "TOP_K": ids_TA.shape[1],

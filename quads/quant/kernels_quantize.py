@@ -184,7 +184,7 @@ def _launch_rows(
 ) -> None:
     rows = x_RK.shape[0]
     kp = max(triton.next_power_of_2(width), 128)
-    route = route or {**_NO_ROUTE, **dict.fromkeys(("ids_ptr", "map_ptr", "expert_ptr", "used_ptr"), scale)}
+    route = route or {**_NO_ROUTE, **dict.fromkeys(("ids_ptr", "map_ptr", "expert_ptr"), scale)}
     rows_kernel[(rows + route["E"],)](
         x_RK,
         main_ptr=data,

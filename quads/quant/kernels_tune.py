@@ -20,15 +20,13 @@ NARROW = 2560
 
 
 class Tile(NamedTuple):
-    """bn weight rows, kstep * 128 columns a step, pipeline stages, warps; linear layers: programs that share K; expert
-    layers: programs of a multiprocessor that share all tiles (kernels_persistent.py), or 0: a program a tile."""
+    """bn weight rows, kstep * 128 columns a step, pipeline stages, warps, programs that share K (linear layers)."""
 
     bn: int
     kstep: int
     stages: int
     warps: int
     split: int = 1
-    programs: int = 0
 
 
 class ShapeClass(NamedTuple):
@@ -45,12 +43,6 @@ DEFAULT_TILES: tuple[Tile, ...] = (Tile(64, 2, 3, 2), Tile(128, 2, 3, 4), Tile(1
 
 DEFAULT_BM: tuple[tuple[float, int], ...] = ((6, 8), (12, 16), (24, 32), (96, 64), (float("inf"), 128))
 """Tokens per expert -> bm of a GPU without a file."""
-
-
-@functools.cache
-def multiprocessors(device: torch.device) -> int:
-    """Of a GPU; in the interpreter, a number that divides nothing."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 7
 
 
 @functools.cache

@@ -111,24 +111,6 @@ def test_repeated_launches_give_the_same_bits(tokens, precision):
         assert torch.equal(first.view(torch.int16), kernels.linear(x, dense, precision).view(torch.int16))
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("tokens", [1, 16, 64, 256])
-def test_programs_that_share_all_tiles_give_the_same_bits(tokens, precision, monkeypatch):
-    x, w13, w2, ids, gates = large_layer(tokens)
-    bm, kinds = (8, (Tile(64, 2, 3, 2), Tile(128, 2, 3, 4))) if tokens <= 64 else (32, (Tile(128, 1, 3, 4),))
-
-    def run(choice):
-        row = ShapeClass(1e9, bm, {"w13": choice, "w2": choice})
-        monkeypatch.setattr(kernels, "shape_class", lambda *arguments, row=row: row)
-        return kernels.moe(x, w13, w2, ids, gates, precision).view(torch.int16)
-
-    for kind in kinds:
-        want = run(kind)
-        for programs in (1, 3, 4):
-            shared = kind._replace(programs=programs)
-            assert all(torch.equal(run(shared), want) for _ in range(12))
-
-
 @pytest.mark.parametrize("tokens", [1, 16, 64, 256, 1024, 4096])
 def test_large_layer_against_dequantized_weights(tokens):
     """W4A16 at the 25.5B shape against bf16 grouped matmuls over the dequantized weights: equal but for rounding."""

@@ -2,6 +2,7 @@
 
 import os
 import re
+from pathlib import Path
 
 import pytest
 
@@ -13,14 +14,16 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
 from quads.model.logprobs_triton import gradient_kernel, stats_kernel  # noqa: E402
+from quads.quant import kernels_tune  # noqa: E402
 from quads.quant.kernels_codes import launch_shape  # noqa: E402
+from quads.quant.kernels_dense import expand_kernel  # noqa: E402
 from quads.quant.kernels_fp8 import fp8_quantize_kernel  # noqa: E402
 from quads.quant.kernels_gemm import w4_gemm_kernel  # noqa: E402
 from quads.quant.kernels_native import native_gemm_kernel  # noqa: E402
 from quads.quant.kernels_pack import pack_kernel, weight_kernel  # noqa: E402
-from quads.quant.kernels_persistent import w4_persistent_kernel  # noqa: E402
 from quads.quant.kernels_repack import quantize_repack_kernel  # noqa: E402
 from quads.quant.kernels_rows import row_codes_kernel, rows_kernel  # noqa: E402
+from quads.quant.kernels_tune import load  # noqa: E402
 from quads.rollout.vllm_sampling import chunk_kernel, draw_kernel, rank_kernel  # noqa: E402
 
 ALIGNED = {"N", "K", "width", "stride_x", "stride_out"}
@@ -59,17 +62,43 @@ def gemm_ptx(*shape) -> str:
     return compile_gemm(*shape)["ptx"]
 
 
-@pytest.mark.parametrize(
-    ("bm", "bn", "kstep", "warps"), [(8, 64, 2, 2), (8, 128, 2, 4), (32, 128, 1, 4), (64, 128, 1, 8)]
-)
-def test_the_two_scales_of_a_pair_are_neighbours_in_a_thread(bm, bn, kstep, warps):
+def stored_shapes() -> list[tuple]:
+    """(bm, bn, kstep, warps, residual) of all stored tiles."""
+    classes = load(Path(kernels_tune.__file__).parent / "tuned" / "h200.json")
+    rows = [(name.endswith("residual"), row) for name, rows in classes.items() for row in rows if not row.expand]
+    plain = ("w2",)
+    return sorted(
+        {
+            (row.bm, tile.bn, kstep, tile.warps, residual and layer not in plain)
+            for residual, row in rows
+            for layer, tile in row.tiles.items()
+            for kstep in {1, tile.kstep}
+        }
+    )
+
+
+def scale_layouts(ttgir: str) -> list[str]:
+    """Register part of the layouts in which pairs of scale bytes are decoded."""
+    layouts = dict(re.findall(r"^(#\w+) = (#ttg\.\w+<\{.*?\}>)$", ttgir, re.M))
+    return [layouts[each] for each in re.findall(r"0x4140.*?-> tensor<\d+x\d+xbf16, (#\w+)>", ttgir)]
+
+
+@pytest.mark.parametrize(("bm", "bn", "kstep", "warps", "residual"), stored_shapes())
+def test_the_two_scales_of_a_pair_are_neighbours_in_a_thread(bm, bn, kstep, warps, residual):
     """The inline PTX that decodes a pair of scale bytes writes both into one register. Nor may a thread hold any word
     twice: with loads of single bytes, or a join, Triton takes the weights for 8-bit ones and does that."""
-    text = compile_gemm("dense", bm, bn, kstep, warps)["ttgir"]
-    layouts = dict(re.findall(r"^(#\w+) = #ttg\.linear<\{register = (\[\[.*?\]\]), lane", text, re.M))
-    used = re.findall(r"0x4140.*?-> tensor<\d+x\d+xbf16, (#\w+)>", text)
-    assert used and all(layouts[layout].startswith("[[0, 1], ") for layout in used)
-    assert "kWidth = 2" in text and "kWidth = 4" not in text
+    text = compile_gemm("dense", bm, bn, kstep, warps, residual)["ttgir"]
+    layouts = scale_layouts(text)
+    assert layouts and all(layout.startswith("#ttg.linear<{register = [[0, 1], ") for layout in layouts)
+    assert "kWidth = 4" not in text
+
+
+def test_an_expanded_weight_does_not_count_on_that_layout():
+    """Its kernel has no MMA, so pairs would fall apart, as they once did."""
+    pointers = {"w_ptr": "*i16", "s_ptr": "*i16", "g_ptr": "*fp32", "out_ptr": "*bf16"}
+    known = {*pointers}
+    text = compile_kernel(expand_kernel, pointers, {"COPIES": 2, "ASM": True}, 90, known, num_warps=4).asm["ttgir"]
+    assert scale_layouts(text) == []
 
 
 @pytest.mark.parametrize(("mode", "residual"), [("gather", True), ("scatter", False), ("dense", False)])
@@ -78,20 +107,6 @@ def test_gemm_uses_wgmma_on_hopper(mode, residual):
     assert "wgmma.mma_async.sync.aligned.m64" in text
     assert "fma.rn.bf16x2" in text  # codes times scales, two at a time
     assert "griddepcontrol.wait" in text
-
-
-@pytest.mark.parametrize(("mode", "bm", "kstep", "residual"), [("gather", 8, 1, True), ("scatter", 32, 1, False)])
-def test_persistent_gemm_loads_ahead_and_waits_for_every_wgmma(mode, bm, kstep, residual):
-    """The loop over all tiles of a program is pipelined in spite of the conditions in it, and the race that
-    kernels_gemm.py tells of is kept out as there."""
-    pointers = {"x_ptr": "*bf16", "x_scale_ptr": "*fp32", "w_ptr": "*i16", "s_ptr": "*i16", "g_ptr": "*fp32"}
-    pointers |= {"rows_ptr": "*i32", "expert_ptr": "*i32", "used_ptr": "*i32", "out_ptr": "*bf16"}
-    constants = {"STEPS": 16, "TOP_K": 8, "BM": bm, "BN": 128, "KSTEP": kstep, "MODE": mode, "SCALED": True}
-    constants |= {"RESIDUAL": residual, "ASM": True}
-    text = ptx(w4_persistent_kernel, pointers, constants, 90, num_warps=4, num_stages=3)
-    assert text.count("cp.async.commit_group") >= 18  # six loads: two stages before the loop, one inside it
-    last_mma = text.rindex("wgmma.mma_async")
-    assert re.match(r"[^@]*?wgmma\.wait_group\.sync\.aligned\s+0", text[last_mma:], re.S)
 
 
 def test_every_wgmma_is_waited_for_inside_the_loop():
@@ -126,7 +141,7 @@ def test_quantizers_divide_exactly_and_do_not_fuse(capability):
     pointers = {"x_ptr": "*bf16", "mask_ptr": "*u8", "main_ptr": "*u8", "main_byte_ptr": "*u8", "scale_ptr": "*fp32"}
     pointers |= {"residual_ptr": "*u8", "residual_byte_ptr": "*u8", "slots_ptr": "*i32"}
     pointers |= {"partial_ptr": "*fp64", "live_ptr": "*u8", "ids_ptr": "*i64", "map_ptr": "*i32"}
-    pointers |= {"expert_ptr": "*i32", "used_ptr": "*i32"}
+    pointers |= {"expert_ptr": "*i32"}
     constants = {"KP": 128, "EVEN": True, "STORED": False, "CODES": True, "WHOLE": True, "FOLD": False}
     constants |= {"RESIDUAL": "mask", "INDEX_BITS": 7, "HAS_LIVE": False, "HAS_SLOTS": False}
     constants |= {"PLAIN": False, "TOP_K": 1, "E": 0, "BINS": 1, "CHUNK": 1, "BM": 1, "ASM": True}

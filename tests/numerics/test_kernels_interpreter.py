@@ -99,25 +99,6 @@ if INTERPRETED:
     def test_experts(precision, path):
         check.check_moe(7, 4, 2, 48, 16, precision, "cpu", path)
 
-    @pytest.mark.parametrize("precision", ["w4a16", "w4a4_residual"])
-    def test_programs_that_share_all_tiles_give_the_same_bits(precision, monkeypatch):
-        """Seven programs and 15 tiles: some start or end inside an expert."""
-        w13 = kernels.KernelWeight.from_packed(*check.packed_weight((3, 160, 144)), swiglu=True)
-        w2 = kernels.KernelWeight.from_packed(*check.packed_weight((3, 144, 80)))
-        x, gates = torch.randn(5, 144).bfloat16(), torch.rand(5, 2).bfloat16()
-        ids = torch.tensor([[0, 2], [2, 0], [2, 0], [0, 2], [1, 2]])
-        live = torch.tensor([True, True, True, True, False])
-
-        def run(programs, live=live):
-            tile = Tile(64, 1, 1, 4, 1, programs)
-            row = ShapeClass(1e9, 2, {"w13": tile, "w2": tile})
-            monkeypatch.setattr(kernels, "shape_class", lambda *arguments: row)
-            return kernels.moe(x, w13, w2, ids, gates, precision, ("w13",), 0.5, "batch", live)
-
-        y = run(0)
-        assert torch.equal(run(1), y) and y.abs().sum() > 0
-        assert (run(1, torch.zeros_like(live)) == 0).all()  # nobody is there: no tile at all
-
     def test_a_ratio_that_keeps_no_channel_costs_no_second_operand(monkeypatch):
         x = torch.randn(5, 48).bfloat16()
         weight = kernels.KernelWeight.from_packed(*check.packed_weight((40, 48)))
