@@ -38,7 +38,7 @@ class ShapeClass(NamedTuple):
     expand: bool = False  # linear layers: turn the whole weight into bfloat16 first and multiply with torch
 
 
-DEFAULT_TILES: tuple[Tile, ...] = (Tile(64, 2, 3, 2), Tile(128, 2, 3, 4), Tile(128, 1, 3, 4), Tile(32, 2, 3, 1))
+DEFAULT_TILES: tuple[Tile, ...] = (Tile(64, 1, 3, 2), Tile(64, 2, 3, 2), Tile(128, 1, 3, 4), Tile(128, 2, 3, 4))
 """What a GPU without a file tries, for each class, on first use."""
 
 DEFAULT_BM: tuple[tuple[float, int], ...] = ((6, 8), (12, 16), (24, 32), (96, 64), (float("inf"), 128))
