@@ -59,10 +59,6 @@ def as_it_is() -> Iterator[None]:
     yield
 
 
-def warps(count: int):
-    return patch.object(kernels_quantize, "row_warps", lambda *args: count)
-
-
 STAGES = {
     "whole": as_it_is,
     "no combine": lambda: remembered(kernels, "combine"),
@@ -70,8 +66,6 @@ STAGES = {
     "no quantize": without_quantizing,
     "no w13": lambda: without_gemm("w13"),
     "no w2": lambda: without_gemm("w2"),
-    "1 warp a row": lambda: warps(1),
-    "2 warps a row": lambda: warps(2),
 }
 
 

@@ -41,10 +41,11 @@ def candidates(bm: int, residual: bool) -> list[Tile]:
     """Tiles of a routed layer; what was never within 10 % of the best is left out."""
     columns = 2 * bm if residual else bm
     out = []
-    for (bn, warps), kstep, stages in itertools.product(((64, 2), (128, 4), (128, 8)), (1, 2), (3, 4)):
-        if columns > 32 and kstep == 2 or (columns <= 8 and kstep == 1 and warps == 4) or columns > 64 and stages == 4:
+    depths = (2, 3) if columns > 32 else (3, 4)
+    for (bn, warps), kstep, stages in itertools.product(((64, 2), (128, 4), (128, 8)), (1, 2), depths):
+        if columns > 32 and kstep == 2 or columns <= 8 and kstep == 1 and warps == 4:
             continue
-        if warps == 2 and columns > 16 or warps == 8 and columns < 32 or warps == 4 and columns > 128:
+        if warps == 2 and columns > 16 or warps == 8 and columns < 32:
             continue
         out.append(Tile(bn, kstep, stages, warps))
     return out
