@@ -109,33 +109,30 @@ def test_gaps_of_the_sides():
         check(printed, [sides[model][rollout][learner]["mean"] for model in ("tiny", "smollm2")])
 
 
-def of_seeds(arm: str, quantity: str) -> list[float]:
-    return [run[quantity] for run in published("smollm2/arms.json")["runs"] if run["arm"] == arm]
+def of_seeds(model: str, arm: str, quantity: str) -> list[float]:
+    return [run[quantity] for run in published(f"{model}/arms.json")["runs"] if run["arm"] == arm]
 
 
-def difference(a: str, b: str) -> list[float]:
+def difference(model: str, a: str, b: str) -> list[float]:
     """Of paired rewards, a less b: mean and error, seed by seed. Tables print the sign apart from the digits."""
-    paired = published("smollm2/arms.json")["paired"]
+    paired = published(f"{model}/arms.json")["paired"]
     entries, sign = (paired[f"{a} - {b}"], 1) if f"{a} - {b}" in paired else (paired[f"{b} - {a}"], -1)
     return [value for entry in entries for value in (sign * entry["mean"], entry["error"])]
 
 
 def test_asymmetry_with_and_without_residual():
-    summary = published("smollm2/arms.json")["summary"]
     rows = rows_after("## D.", EVIDENCE)
-    for name, (one, both) in {
-        "residual off": ("qat", "symmetric"),
-        "residual on": ("quads", "symmetric_residual"),
-    }.items():
-        sides = [summary[arm][key]["mean"] for arm in (one, both) for key in ("pass_at_1", "gap_mean")]
-        apart = difference(one, both)
-        check(rows[name], [*sides, *map(abs, apart)])
-        assert (apart[0] > 0) == (name == "residual on")
+    for residual, (one, both) in {"off": ("qat", "symmetric"), "on": ("quads", "symmetric_residual")}.items():
+        for model in ("SmolLM2", "tiny"):
+            summary = published(f"{model.lower()}/arms.json")["summary"]
+            sides = [summary[arm][key]["mean"] for arm in (one, both) for key in ("pass_at_1", "gap_mean")]
+            apart = difference(model.lower(), one, both)
+            check(rows[f"{model}, {residual}"], [*sides, *map(abs, apart)])
+            assert all((mean > 0) == (residual == "on") for mean in apart[::2])
 
 
 def test_variants_through_rl():
     """The tables of C and E: pass@1 with its seeds, gap, and reward less that of quads."""
-    summary = published("smollm2/arms.json")["summary"]
     arms = {
         "nothing (qat)": "qat",
         "w13, ratio 0.5 (the paper's)": "quads_w13",
@@ -148,10 +145,12 @@ def test_variants_through_rl():
     }
     for section, skipped in (("in C", 1), ("in E", 0)):  # C has a column of costs
         for name, printed in rows_after(f"<!-- {section} -->", EVIDENCE).items():
-            arm = arms[name]
-            values = [summary[arm]["pass_at_1"]["mean"], *of_seeds(arm, "pass_at_1"), summary[arm]["gap_mean"]["mean"]]
-            values += [] if skipped else [summary[arm]["gap_max"]["mean"]]
-            values += [] if arm == "quads" else [abs(value) for value in difference(arm, "quads")]
+            model, _, rest = name.partition(": ") if section == "in E" else ("smollm2", "", name)
+            model, arm = model.lower(), arms[rest]
+            summary = published(f"{model}/arms.json")["summary"][arm]
+            values = [summary["pass_at_1"]["mean"], *of_seeds(model, arm, "pass_at_1"), summary["gap_mean"]["mean"]]
+            values += [] if skipped else [summary["gap_max"]["mean"]]
+            values += [] if arm == "quads" else [abs(value) for value in difference(model, arm, "quads")]
             check(printed[skipped:], values)
 
 
