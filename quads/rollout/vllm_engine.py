@@ -33,7 +33,15 @@ from quads.quant.recipes import QuantSpec
 from quads.rollout.engine import OnGroup, check_request, check_tensor_parallel, ignore
 from quads.rollout.vllm_folder import cache_root, model_folder
 from quads.rollout.vllm_inspect import checksums, forget_waiting, track_plain_parameters
-from quads.rollout.vllm_lifecycle import abandon, close, free_memory, guest, make_group_of_one, untouched_rng
+from quads.rollout.vllm_lifecycle import (
+    abandon,
+    close,
+    free_memory,
+    guest,
+    make_group_of_one,
+    others_on_the_gpu,
+    untouched_rng,
+)
 from quads.rollout.vllm_limits import check_cpu_attention, graph_sizes, kv_cache_bytes, refuse_second_engine
 from quads.rollout.vllm_models import register_models
 from quads.rollout.vllm_options import PluginOptions
@@ -246,7 +254,8 @@ class VLLMEngine:
     def sleep(self) -> None:
         """Give the GPU memory of weights and KV cache back to the trainer; what they held is gone. Nothing on a CPU."""
         if self._llm.llm_engine.vllm_config.model_config.enable_sleep_mode and not self._asleep:
-            self._llm.sleep(level=2)
+            with others_on_the_gpu():
+                self._llm.sleep(level=2)
             self._asleep, self._complete = {"weights", "kv_cache"}, False
 
     def wake(self) -> None:

@@ -3,7 +3,8 @@
 `vllm.LLM` assumes that the process is its own. It reseeds the global random generators, draws from them while
 sampling (also when every request has a seed), freezes the garbage collector's view of the heap, replaces
 `torch.set_num_threads`, overwrites LOCAL_WORLD_SIZE, and destroys the default process group on shutdown. `guest`
-gives all of that back; `close` shuts an engine down and leaves the trainer's process groups alive.
+gives all of that back; `close` shuts an engine down and leaves the trainer's process groups alive. It takes the GPU for
+its own, too: `others_on_the_gpu`.
 
 vLLM's own groups must be made over the trainer's default group, so that group has to exist before the engine does.
 """
@@ -57,6 +58,26 @@ def guest() -> Iterator[None]:
                 os.environ.pop(name, None)
             else:
                 os.environ[name] = value
+
+
+@contextmanager
+def others_on_the_gpu() -> Iterator[None]:
+    """Around `LLM.sleep`: vLLM asserts, when all is done, that free memory grew. Another process that takes memory of
+    the same GPU meanwhile would end this one; here what was free once counts as free.
+    """
+    measure, most = torch.accelerator.get_memory_info, 0
+
+    def most_free(*arguments: Any) -> tuple[int, int]:
+        nonlocal most
+        free, total = measure(*arguments)
+        most = max(most, free)
+        return most, total
+
+    torch.accelerator.get_memory_info = most_free
+    try:
+        yield
+    finally:
+        torch.accelerator.get_memory_info = measure
 
 
 def make_group_of_one(device: torch.device) -> None:
