@@ -86,6 +86,14 @@ class Policy:
         return spec
 
 
+@dataclass(frozen=True)
+class Judged:
+    """One policy under one precision. Example: `Judged([0.5, 1.0], 0.25)`"""
+
+    scores: list[float]  # pass@1 of each prompt, all sources in order
+    truncated: float  # share of responses that did not end
+
+
 def check_alike(policies: Sequence[Policy]) -> None:
     """UserError unless model, task and rollout lengths of all are those of the first."""
     first = policies[0].cfg
@@ -98,8 +106,8 @@ def check_alike(policies: Sequence[Policy]) -> None:
 
 
 @torch.no_grad()
-def judge(spec: QuantSpec, policies: Sequence[Policy], prompts: int, samples: int) -> list[list[float]]:
-    """pass@1 of each prompt (all sources, in order) under one engine, a list a policy."""
+def judge(spec: QuantSpec, policies: Sequence[Policy], prompts: int, samples: int) -> list[Judged]:
+    """The policies under one engine."""
     cfg = policies[0].cfg
     device, dtype = choose_device(cfg.train.device, 0), DTYPES[cfg.model.dtype]
     model_config, tokenizer = load_model_config(cfg), Tokenizer(cfg.model.tokenizer)
@@ -111,26 +119,27 @@ def judge(spec: QuantSpec, policies: Sequence[Policy], prompts: int, samples: in
     rewards = build_rewards(cfg, find_isolation(cfg.reward, cfg.sources))
     native = replace(cfg, rollout=replace(cfg.rollout, engine="native"))
     engine = build_engine(native, model_config, spec, dtype, device)
-    scores = []
+    judged: list[Judged] = []
     try:
         for policy in policies:
             master = build_model(cfg, model_config, device)
             if policy.folder is not None:
                 load_model_weights(policy.folder, master)
-            sync(as_learner(master, spec), engine, spec, version=len(scores))
+            sync(as_learner(master, spec), engine, spec, version=len(judged))
             engine.wake()
             grading = Grading(rewards.submit, tokenizer.decode_batch, tokenizer.eos_ids, examples, truncated=True)
             results = evaluate(engine.generate, grading, samples, sampling, seeds)
-            scores.append([value for result in results for value in result.pass_at_1_prompts])
-            progress(f"{policy.arm} seed {policy.seed}, {spec.rollout}: {statistics.fmean(scores[-1]):.3f}")
+            scores = [value for result in results for value in result.pass_at_1_prompts]
+            judged.append(Judged(scores, sum(r.truncated_frac * r.prompts for r in results) / len(scores)))
+            progress(f"{policy.arm} seed {policy.seed}, {spec.rollout}: {statistics.fmean(scores):.3f}")
     finally:
         rewards.close()
         engine.close()
-    return scores
+    return judged
 
 
-def judge_all(cells: Cells, prompts: int, samples: int, jobs: int) -> list[list[float]]:
-    """pass@1 of each prompt, a list a cell. Cells of one engine are judged one after the other by one process, or by
+def judge_all(cells: Cells, prompts: int, samples: int, jobs: int) -> list[Judged]:
+    """One a cell. Cells of one engine are judged one after the other by one process, or by
     several where that keeps `jobs` of them busy."""
     by_spec: dict[QuantSpec, list[Policy]] = {}
     for policy, rollout in cells:
@@ -147,20 +156,22 @@ def judge_all(cells: Cells, prompts: int, samples: int, jobs: int) -> list[list[
             futures = [pool.submit(judge, spec, of_spec, prompts, samples) for spec, of_spec in work]
             parts = [future.result() for future in futures]
     judged = {
-        (spec, policy): scores
+        (spec, policy): result
         for (spec, of_spec), part in zip(work, parts, strict=True)
-        for policy, scores in zip(of_spec, part, strict=True)
+        for policy, result in zip(of_spec, part, strict=True)
     }
     return [judged[policy.spec(rollout), policy] for policy, rollout in cells]
 
 
-def rows_of(cells: Cells, judged: Sequence[list[float]]) -> list[dict[str, Any]]:
+def rows_of(cells: Cells, judged: Sequence[Judged]) -> list[dict[str, Any]]:
     """One row a cell. `over_own`: pass@1 less that at the run's own precision, and its error."""
-    own_scores = {policy: scores for (policy, rollout), scores in zip(cells, judged, strict=True) if rollout == "own"}
+    own_scores = {p: result.scores for (p, rollout), result in zip(cells, judged, strict=True) if rollout == "own"}
     rows = []
-    for (policy, rollout), scores in zip(cells, judged, strict=True):
+    for (policy, rollout), result in zip(cells, judged, strict=True):
+        scores = result.scores
         row: dict[str, Any] = {"arm": policy.arm, "seed": policy.seed, "rollout": rollout}
         row |= {"precision": policy.spec(rollout).rollout, "pass@1": statistics.fmean(scores), "error": _error(scores)}
+        row["truncated"] = result.truncated
         own = own_scores.get(policy)
         if own is not None and rollout != "own":
             differences = [a - b for a, b in zip(scores, own, strict=True)]
@@ -236,7 +247,7 @@ def main(argv: list[str]) -> None:
     cells += [(run, rollout) for run in runs for rollout in rollouts]
     judged = judge_all(cells, args.prompts, args.samples, args.jobs)
     rows = rows_of(cells, judged)
-    data = {"prompts": len(judged[0]), "samples": args.samples, "rollouts": rollouts, "rows": rows}
+    data = {"prompts": len(judged[0].scores), "samples": args.samples, "rollouts": rollouts, "rows": rows}
     data["policies"] = {f"{p.arm}_seed{p.seed}": dataclasses.asdict(p.cfg.quant) for p in runs}
     text = tables(data)
     about = provenance("scores", argv, runs[0].cfg, sorted({policy.seed for policy in runs}))

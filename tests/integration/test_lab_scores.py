@@ -45,6 +45,7 @@ def test_cells_are_of_the_right_weights_and_precision(runs, tmp_path, capsys):
     assert quads["over_own"] == pytest.approx(
         quads["pass@1"] - cells["quads", "own"]["pass@1"], abs=3e-6
     )  # six digits are stored
+    assert all(0 <= row["truncated"] <= 1 for row in data["rows"]) and cells["start", "bf16"]["truncated"] > 0
     assert data["prompts"] == 8 and cells["still", "own"]["seed"] == 3
     assert (tmp_path / "one" / "scores.png").stat().st_size > 10_000 and "| quads" in capsys.readouterr().out
 

@@ -154,6 +154,16 @@ def test_variants_through_rl():
             check(printed[skipped:], values)
 
 
+def test_policies_under_other_precisions():
+    data = published("smollm2/scores.json")
+    cells = {(row["arm"], row["rollout"]): row["pass@1"] for row in data["rows"]}
+    for name, printed in rows_after("## Is the policy bad", EVIDENCE).items():
+        arm = name.partition(",")[0]
+        columns = ("bf16", "w4a16", "w4a4", "w4a4_residual")
+        check(printed, [cells[arm, rollout] for rollout in columns if (arm, rollout) in cells])
+    assert data["steps"] == {"naive": 80, "qat": 76, "symmetric": 68, "quads": 76}
+
+
 def test_decomposition():
     rows = {(r["kind"], r["site"], r["format"]): r for r in published("smollm2/decompose.json")["rows"]}
     for name, printed in rows_after("## How a 4-bit value errs", EVIDENCE).items():
