@@ -78,8 +78,8 @@ class _TakeRows(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         (places_TC,) = ctx.saved_tensors
-        permuted = places_TC.shape[1] == 1  # nothing to add up
-        return grads[0].index_select(0, places_TC[:, 0]) if permuted else sum_rows(grads[0], places_TC), None, None
+        grad_TCH = grads[0].index_select(0, places_TC.flatten()).unflatten(0, places_TC.shape)
+        return grad_TCH.squeeze(1) if places_TC.shape[1] == 1 else grad_TCH.sum(1), None, None
 
 
 def take_rows(x_TH: Tensor, index_R: Tensor, places_TC: Tensor) -> Tensor:
@@ -87,40 +87,6 @@ def take_rows(x_TH: Tensor, index_R: Tensor, places_TC: Tensor) -> Tensor:
     taken = _TakeRows.apply(x_TH, index_R, places_TC)
     assert isinstance(taken, Tensor)
     return taken
-
-
-class _WeighRows(torch.autograd.Function):
-    """`sum_rows` with gates, where row r of y is the flat choice order[r]."""
-
-    @staticmethod
-    def forward(ctx: Any, y_RH: Tensor, gates_TA: Tensor, order_R: Tensor) -> Tensor:
-        places_TA = inverse(order_R).view_as(gates_TA)
-        ctx.save_for_backward(y_RH, gates_TA, order_R, places_TA)
-        return sum_rows(y_RH, places_TA, gates_TA)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
-        y_RH, gates_TA, order_R, places_TA = ctx.saved_tensors
-        grad_TH, (_, top_k) = grads[0], gates_TA.shape
-        grad_RH = grad_TH.index_select(0, order_R // top_k) * gates_TA.flatten().index_select(0, order_R)[:, None]
-        y_TAH = y_RH.index_select(0, places_TA.flatten()).unflatten(0, places_TA.shape)
-        return grad_RH, (y_TAH * grad_TH[:, None]).sum(-1), None
-
-
-def sum_rows(x_RH: Tensor, places_TA: Tensor, gates_TA: Tensor | None = None) -> Tensor:
-    """sum_a gates[t, a] * x[places[t, a]], in the order of a; 16-bit rows are added up in fp32. [T, H].
-
-    One choice after the other: compiled, a single pass whose threads run along a row. As a reduction over a tensor
-    [T, A, H] it took several times as long.
-    """
-    wide = torch.promote_types(x_RH.dtype, torch.float32)
-    total_TH = None
-    for choice, places_T in enumerate(places_TA.unbind(1)):
-        row_TH = x_RH.index_select(0, places_T).to(wide)
-        row_TH = row_TH if gates_TA is None else row_TH * gates_TA[:, choice, None]
-        total_TH = row_TH if total_TH is None else total_TH + row_TH
-    assert total_TH is not None
-    return total_TH.to(x_RH.dtype)
 
 
 def inverse(order_R: Tensor) -> Tensor:
@@ -160,9 +126,8 @@ class LocalDispatcher:
 
     def weigh(self, y_RH: Tensor, gates_TA: Tensor, order_R: Tensor) -> Tensor:
         """sum_a gates[t, a] * (the row of y that is choice a of token t), [T, H]."""
-        weighed = _WeighRows.apply(y_RH, gates_TA, order_R)
-        assert isinstance(weighed, Tensor)
-        return weighed
+        y_TAH = take_rows(y_RH, inverse(order_R), order_R[:, None]).unflatten(0, gates_TA.shape)
+        return (y_TAH * gates_TA.unsqueeze(-1)).sum(dim=1)
 
 
 def matmul_mode(x_RK: Tensor, w_ENK: Tensor) -> MatmulMode:
