@@ -195,6 +195,7 @@ def generate(
             detokenize=False,
             seed=i if seeded else None,
             logprobs=0,
+            flat_logprobs=True,
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
         llm.llm_engine.add_request(str(i), {"prompt_token_ids": tokens}, params)

@@ -183,6 +183,7 @@ class VLLMEngine:
                 ignore_eos=True,  # stops are the caller's, not those of config.json
                 seed=seed,
                 logprobs=0,  # of the sampled token only
+                flat_logprobs=True,  # in lists: no object a token
                 detokenize=False,
                 output_kind=RequestOutputKind.FINAL_ONLY,
             )
@@ -216,7 +217,8 @@ class VLLMEngine:
         if greedy:
             logprobs = [0.0] * len(ids)  # the distribution that temperature 0 draws from is certain
         else:
-            logprobs = [step[token].logprob for step, token in zip(output.logprobs, ids, strict=True)]
+            assert output.logprobs.token_ids == ids  # one entry a position: the sampled token's
+            logprobs = list(output.logprobs.logprobs)
         routing = None if output.routed_experts is None else torch.from_numpy(output.routed_experts).to(torch.int16)
         return Completion(ids, logprobs, output.finish_reason, self.policy_version, routing)
 
