@@ -240,3 +240,20 @@ def test_more_prompts_than_a_step_takes(engine: Any) -> None:
     prompts = [torch.randint(4, 500, (50,), generator=generator).tolist() for _ in range(12)]  # 192 tokens a step
     groups = engine.generate(prompts, 1, Sampling(3), list(range(12)))
     assert [len(group[0].token_ids) for group in groups] == [3] * 12
+
+
+def test_every_router_knows_its_experts(engine: Any) -> None:
+    """On a GPU the layer of that name starts on the router's input; vLLM's two layers do not know each other."""
+
+    def names(model: torch.nn.Module) -> tuple[set[str], set[str]]:
+        from quads.rollout.vllm_experts import Experts
+        from quads.rollout.vllm_linear import Router
+
+        layers = [(m, getattr(m, "quant_method", None)) for m in model.modules()]
+        return (
+            {method.experts for _, method in layers if isinstance(method, Router)},
+            {layer.layer_name for layer, method in layers if isinstance(method, Experts)},
+        )
+
+    routers, experts = engine._on_model(names)
+    assert routers == experts and len(experts) == 2
