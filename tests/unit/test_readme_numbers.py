@@ -161,6 +161,10 @@ def test_policies_under_other_precisions():
         arm = name.partition(",")[0]
         columns = ("bf16", "w4a16", "w4a4", "w4a4_residual")
         check(printed, [cells[arm, rollout] for rollout in columns if (arm, rollout) in cells])
+    tiny = {(row["arm"], row["rollout"]): row["pass@1"] for row in published("tiny/scores.json")["rows"]}
+    for name, printed in rows_after("| tiny, pass@1", EVIDENCE).items():
+        columns = [r for r in ("own", "bf16", "w4a16", "w4a4") if (name, r) in tiny]
+        check(printed, [tiny[name, rollout] for rollout in columns])
     assert data["steps"] == {"naive": 80, "qat": 76, "symmetric": 68, "quads": 76}
 
 
