@@ -46,7 +46,6 @@ from quads.model.hf import parameter_shapes
 from quads.rollout.vllm_folder import cache_root, model_folder
 from quads.rollout.vllm_options import PluginOptions
 
-STOCK = ("bf16", "fp8", "nvfp4")
 PLUGIN = ("w4a16", "w4a4", "w4a4_residual")
 NVFP4_CONFIG = {
     "quant_method": "modelopt",

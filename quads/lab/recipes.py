@@ -17,7 +17,6 @@ behind them where there are several:
     time         of all steps, evaluation included
 """
 
-import math
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
@@ -27,6 +26,7 @@ from quads.errors import UserError
 from quads.lab import curves, style
 from quads.lab.arms import Arm, Run, execute, plan
 from quads.lab.results import config_parser, markdown, number, progress, provenance, write_result
+from quads.rl.evaluate import standard_error
 
 HELP = "train the same config under each of the six recipes, and other arms; one table and one picture"
 
@@ -89,7 +89,7 @@ def paired(runs: Sequence[Run]) -> dict[str, list[dict[str, float]]]:
             if a == b or seed != other or f"{b} - {a}" in result or count < 2:
                 continue
             differences = [x - y for x, y in zip(of_a, of_b, strict=False)]
-            error = statistics.stdev(differences) / math.sqrt(count)
+            error = standard_error(differences)
             entry = {"seed": seed, "steps": count, "mean": statistics.fmean(differences), "error": error}
             result.setdefault(f"{a} - {b}", []).append(entry)
     return result

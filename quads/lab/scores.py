@@ -19,7 +19,6 @@ makes K a seed of ARM. The runs must be of one model and one task.
 import argparse
 import concurrent.futures
 import dataclasses
-import math
 import multiprocessing
 import re
 import statistics
@@ -40,7 +39,7 @@ from quads.lab import style
 from quads.lab.results import config_argv, markdown, progress, provenance, write_result
 from quads.lab.subject import as_learner
 from quads.quant.recipes import ROLLOUTS, QuantSpec, resolve
-from quads.rl.evaluate import evaluate
+from quads.rl.evaluate import evaluate, standard_error
 from quads.rl.grading import Grading
 from quads.rl.rewards import find_isolation
 from quads.rl.tasks import build_task
@@ -170,19 +169,18 @@ def rows_of(cells: Cells, judged: Sequence[Judged]) -> list[dict[str, Any]]:
     for (policy, rollout), result in zip(cells, judged, strict=True):
         scores = result.scores
         row: dict[str, Any] = {"arm": policy.arm, "seed": policy.seed, "rollout": rollout}
-        row |= {"precision": policy.spec(rollout).rollout, "pass@1": statistics.fmean(scores), "error": _error(scores)}
+        row |= {
+            "precision": policy.spec(rollout).rollout,
+            "pass@1": statistics.fmean(scores),
+            "error": standard_error(scores),
+        }
         row["truncated"] = result.truncated
         own = own_scores.get(policy)
         if own is not None and rollout != "own":
             differences = [a - b for a, b in zip(scores, own, strict=True)]
-            row |= {"over_own": statistics.fmean(differences), "over_own_error": _error(differences)}
+            row |= {"over_own": statistics.fmean(differences), "over_own_error": standard_error(differences)}
         rows.append(row)
     return rows
-
-
-def _error(values: Sequence[float]) -> float:
-    """Standard error of the mean; NaN for one value."""
-    return statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.nan
 
 
 def means(rows: Sequence[dict[str, Any]]) -> dict[str, dict[str, list[float]]]:

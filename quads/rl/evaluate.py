@@ -11,6 +11,7 @@ several is judged by a process of its own: vLLM does not give back all the memor
 import json
 import math
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -20,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from quads.config import Config, load_config
 from quads.distributed import init_distributed
@@ -126,7 +126,7 @@ def _summarize(source: str, judged: list[JudgedPrompt]) -> EvalResult:
         prompts=num_prompts,
         samples=num_samples,
         pass_at_1=float(per_prompt_P.mean()),
-        standard_error=_standard_error(per_prompt_P),
+        standard_error=standard_error(per_prompt_P.tolist()),
         score_mean=float(scores_PS.mean()),
         pass_at_k={k: sum(pass_at_k(num_samples, c, k) for c in right_P) / num_prompts for k in ks},
         truncated_frac=sum(sum(prompt.truncated) for prompt in judged) / scores_PS.numel(),
@@ -136,9 +136,9 @@ def _summarize(source: str, judged: list[JudgedPrompt]) -> EvalResult:
     )
 
 
-def _standard_error(values_P: Tensor) -> float:
-    """Of the mean over prompts; NaN for a single one."""
-    return float(values_P.std() / math.sqrt(len(values_P))) if len(values_P) > 1 else math.nan
+def standard_error(values: Sequence[float]) -> float:
+    """Of the mean of independent values, such as one a prompt; NaN for a single one."""
+    return statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.nan
 
 
 def eval_metrics(results: Sequence[EvalResult]) -> dict[str, float]:
@@ -177,12 +177,12 @@ def format_side_by_side(results: dict[str, list[EvalResult]]) -> str:
     title = "pass@1 side by side; a difference compares each prompt with itself"
     lines = [title, " ".join([f"{'source':<24} {'prompts':>7} {'samples':>7}", *head])]
     for rows in zip(*results.values(), strict=True):
-        errors = [_standard_error(torch.tensor(r.pass_at_1_prompts)) for r in rows]
+        errors = [standard_error(r.pass_at_1_prompts) for r in rows]
         cells = [f"{f'{r.pass_at_1:.4f} ± {error:.4f}':>18}" for r, error in zip(rows, errors, strict=True)]
         base_P = torch.tensor(rows[0].pass_at_1_prompts)
         for r in rows[1:]:
             difference_P = torch.tensor(r.pass_at_1_prompts) - base_P
-            cells.append(f"{f'{float(difference_P.mean()):+.4f} ± {_standard_error(difference_P):.4f}':>24}")
+            cells.append(f"{f'{float(difference_P.mean()):+.4f} ± {standard_error(difference_P.tolist()):.4f}':>24}")
         lines.append(" ".join([f"{rows[0].source:<24} {rows[0].prompts:>7} {rows[0].samples:>7}", *cells]))
     return "\n".join(lines)
 
