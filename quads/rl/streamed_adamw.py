@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+MOMENTS = {"exp_avg", "exp_avg_sq"}
+
 
 class StreamedAdamW(torch.optim.Optimizer):
     """Takes plain or sharded parameters; `state` has the entries of torch.optim.AdamW, so checkpoints are the same."""
@@ -44,13 +46,22 @@ class StreamedAdamW(torch.optim.Optimizer):
         return None
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As the base class, which moves all state to the parameters' device; the moments go back to CPU memory."""
-        super().load_state_dict(state_dict)
-        for parameter, state in self.state.items():
-            for name in ("exp_avg", "exp_avg_sq"):
-                stored = _cpu_zeros_like(parameter)
-                _local(stored).copy_(_local(state[name]))
-                state[name] = stored
+        """As the base class, which would move all state to the parameters' device at once. Here moments that lie where
+        they belong are taken as they are (a resume reads its checkpoint into this optimizer's own), others are copied
+        one at a time.
+        """
+        rest = {n: {k: v for k, v in state.items() if k not in MOMENTS} for n, state in state_dict["state"].items()}
+        super().load_state_dict({**state_dict, "state": rest})
+        names = [name for group in state_dict["param_groups"] for name in group["params"]]
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        for parameter_name, parameter in zip(names, parameters, strict=True):
+            loaded = state_dict["state"].get(parameter_name, {})
+            for name in MOMENTS & loaded.keys():
+                moment = loaded[name]
+                if not _belongs(moment, parameter):
+                    moment = _cpu_zeros_like(parameter)
+                    _local(moment).copy_(_local(loaded[name]))
+                self.state[parameter][name] = moment
 
     def _update(self, parameter: Tensor, group: dict[str, Any]) -> None:
         state = self.state[parameter]
@@ -75,6 +86,12 @@ class StreamedAdamW(torch.optim.Optimizer):
 def _local(tensor: Any) -> Tensor:
     """This process's shard of a sharded tensor, the very storage."""
     return getattr(tensor, "_local_tensor", tensor)
+
+
+def _belongs(moment: Any, parameter: Tensor) -> bool:
+    """Whether `moment` lies in CPU memory of the kind that `_cpu_zeros_like` takes."""
+    local, weight = _local(moment), _local(parameter)
+    return local.device.type == "cpu" and local.dtype == weight.dtype and local.is_pinned() == weight.is_cuda
 
 
 def _cpu_zeros_like(parameter: Tensor) -> Tensor:

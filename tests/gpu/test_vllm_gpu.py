@@ -139,13 +139,16 @@ def test_sleep_gives_memory_back_and_a_sync_restores_the_policy(pair: Any) -> No
     learner, prompts = make_learner(0), make_prompts(3)
     sync(learner, engine, spec, version=1)
     before = engine.generate(prompts, 1, SAMPLING, [5, 6, 7])
-    free = torch.cuda.mem_get_info()[0]
-    engine.sleep()
-    assert torch.cuda.mem_get_info()[0] - free > 1 << 30  # the KV cache alone is 1 GiB
-    with pytest.raises(RuntimeError, match="sleeps"):
-        engine.generate(prompts, 1, SAMPLING, [5, 6, 7])
-    sync(learner, engine, spec, version=2, verify=True)  # wakes the weights
-    engine.wake()
+    freed = []
+    for version in (2, 3, 4):  # another process may take memory of the same GPU just now, but not each time
+        free = torch.cuda.mem_get_info()[0]
+        engine.sleep()
+        freed.append(torch.cuda.mem_get_info()[0] - free)
+        with pytest.raises(RuntimeError, match="sleeps"):
+            engine.generate(prompts, 1, SAMPLING, [5, 6, 7])
+        sync(learner, engine, spec, version, verify=True)  # wakes the weights
+        engine.wake()
+    assert max(freed) > 1 << 30  # the KV cache alone is 1 GiB
     after = engine.generate(prompts, 1, SAMPLING, [5, 6, 7])
     assert [c.token_ids for g in before for c in g] == [c.token_ids for g in after for c in g]
 

@@ -1,5 +1,6 @@
 """Weights replaced in a live vLLM engine: in place, completely, exactly, and nothing stale afterwards."""
 
+import gc
 import random
 from collections.abc import Iterator
 from typing import Any
@@ -33,10 +34,12 @@ SPEC = spec_of("w4a4_residual", residual_sites=("w13", "qkv"))  # channels chose
 @pytest.fixture(scope="module")
 def engine() -> Iterator[Any]:
     engine = make_vllm(SPEC)
+    assert gc.get_freeze_count() > 0, "sleep() collects garbage: not among everything that was there before"
     with pytest.raises(RuntimeError, match="before a complete update_weights"):
         engine.generate([[5]], 1, Sampling(1), [0])
     yield engine
     engine.close()
+    assert gc.get_freeze_count() == 0
 
 
 def parameters(engine: Any) -> dict[str, Tensor]:

@@ -6,6 +6,7 @@ import random
 import signal
 import time
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
@@ -15,15 +16,17 @@ from quads.checkpoint import Checkpointer, find_checkpoint, latest_checkpoint, l
 from quads.checkpoint_state import TrainState
 from quads.config_sections import CheckpointSettings
 from quads.errors import UserError
+from quads.rl import streamed_adamw
+from quads.rl.optimizer import build_adamw
 from tests.helpers import assert_bitwise
 
 
 class TinyLearner:
     """A regression whose data comes from torch's global generator: equal weights mean an equal generator too."""
 
-    def __init__(self, width: int = 8) -> None:
+    def __init__(self, width: int = 8, moments: Literal["float32", "cpu"] = "float32") -> None:
         self.model = nn.Sequential(nn.Linear(4, width), nn.ReLU(), nn.Linear(width, 1))
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.05)
+        self.optimizer = build_adamw(self.model, 0.05, (0.9, 0.999), 1e-8, 0.01, moments)
         self.updates = 0
 
     def counters(self) -> dict[str, int]:
@@ -45,9 +48,11 @@ def settings(**changes: object) -> CheckpointSettings:
     return CheckpointSettings(**{"every": 1, "keep": 2, **changes})  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("async_save", [False, True])
-def test_resumed_run_equals_the_straight_one_bit_for_bit(tmp_path: Path, async_save: bool) -> None:
-    straight = TinyLearner()
+@pytest.mark.parametrize(("async_save", "moments"), [(False, "float32"), (True, "float32"), (True, "cpu")])
+def test_resumed_run_equals_the_straight_one_bit_for_bit(
+    tmp_path: Path, async_save: bool, moments: Literal["float32", "cpu"], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    straight = TinyLearner(moments=moments)
     straight.train(3)
     checkpointer = Checkpointer(tmp_path, settings(async_save=async_save), 'train.out = "x"')
     checkpointer.save(TrainState(step=3, policy_version=3, prompts_seen=48, tokens_seen=100), straight)
@@ -56,8 +61,11 @@ def test_resumed_run_equals_the_straight_one_bit_for_bit(tmp_path: Path, async_s
 
     torch.manual_seed(123)
     random.seed(123)
-    resumed = TinyLearner()
+    resumed = TinyLearner(moments=moments)
+    made = []
+    monkeypatch.setattr(streamed_adamw, "_cpu_zeros_like", lambda p: made.append(p) or torch.zeros_like(p))
     state = Checkpointer(tmp_path, settings(resume="latest"), 'train.out = "x"').resume(resumed)
+    assert len(made) == (2 * len(list(resumed.model.parameters())) if moments == "cpu" else 0)  # none twice
     assert state == TrainState(step=3, policy_version=3, prompts_seen=48, tokens_seen=100)
     assert resumed.updates == 3
     resumed.train(4)

@@ -41,6 +41,16 @@ def test_streamed_state_is_read_by_torchs_adamw():
         assert float(resumed.state[parameter]["step"]) == 4.0
 
 
+def test_moments_where_they_belong_are_taken_as_they_are():
+    """A resume of a large model must not hold them twice."""
+    made, optimizer = train("cpu")
+    addresses = {p: optimizer.state[p]["exp_avg"].data_ptr() for p in made.parameters()}
+    resumed = build_adamw(made, 1e-2, (0.9, 0.95), 1e-8, 0.1, "cpu")
+    resumed.load_state_dict(optimizer.state_dict())
+    assert {p: resumed.state[p]["exp_avg"].data_ptr() for p in made.parameters()} == addresses
+    assert all(float(resumed.state[p]["step"]) == 4.0 for p in made.parameters())
+
+
 @pytest.mark.gpu
 def test_moments_stay_in_cpu_memory_after_a_load():
     parameter = nn.Parameter(torch.ones(8, 16, device="cuda"))
