@@ -31,12 +31,13 @@ DEFAULT_GPUS = 8
 
 # Rates of one H200. Learner: useful TFLOP/s (recomputation not counted) of bf16 training of an 8-layer cut of the 25.5B
 # model, 4096 tokens a sequence, by what is computed again (torchtitan 0.2.2). Rollout: tokens/s of the whole model at
-# (sequences, tokens/s), stock vLLM 0.26; scaled by active parameters. A fp4 rollout on Blackwell is faster.
+# (sequences, tokens/s) in vLLM 0.26, bf16 and fp8 stock, w4 this project's w4a4_residual; scaled by active parameters.
+# An fp4 rollout on Blackwell is faster.
 LEARNER_TFLOPS = {"none": 271.0, "selective": 225.0, "moe": 225.0, "full": 222.0}
 ROLLOUT_RATES = {
     "bf16": ((16, 1_456.0), (64, 4_051.0), (256, 11_550.0)),
-    "fp8": ((16, 3_444.0), (64, 10_924.0), (256, 20_525.0)),
-    "w4": ((16, 2_117.0), (64, 5_711.0), (256, 12_221.0)),
+    "fp8": ((16, 2_110.0), (64, 6_236.0), (256, 15_845.0)),
+    "w4": ((16, 2_835.0), (64, 8_017.0), (256, 16_715.0)),
 }
 ROLLOUT_ACTIVE = 2.93e9
 SYNC_GIB_PER_S = 20.0  # gather, then write in place; NVLink or InfiniBand
@@ -47,12 +48,17 @@ class Plan:
     """Memory of one process of an arrangement."""
 
     num_gpus: int
-    local_parameters: int
+    local_sizes: list[int]
     memory: MemoryEstimate
 
+    @property
+    def page_locked_gib(self) -> float:
+        """Adam's two moments in CPU memory; torch rounds a page-locked tensor up to a power of two."""
+        return sum(2 * (1 << (4 * size - 1).bit_length()) for size in self.local_sizes if size) / GIB
 
-def count_local_parameters(cfg: Config, model_config: ModelConfig, num_gpus: int) -> int:
-    """Parameters that the first of `num_gpus` processes holds.
+
+def count_local_sizes(cfg: Config, model_config: ModelConfig, num_gpus: int) -> list[int]:
+    """Elements of each parameter that the first of `num_gpus` processes holds.
 
     Raises:
         UserError: [parallel] does not fit the number of GPUs or the model.
@@ -62,10 +68,10 @@ def count_local_parameters(cfg: Config, model_config: ModelConfig, num_gpus: int
         with torch.device("meta"):
             model = MoEDecoder(model_config, DTYPES[cfg.model.dtype])
         parallelize(model, world.meshes)
-        return sum(local_tensor(parameter).numel() for parameter in model.parameters())
+        return [local_tensor(parameter).numel() for parameter in model.parameters()]
 
 
-def make_plan(cfg: Config, model_config: ModelConfig, num_gpus: int, local_parameters: int) -> Plan:
+def make_plan(cfg: Config, model_config: ModelConfig, num_gpus: int, local_sizes: list[int]) -> Plan:
     """Add up what one process holds."""
     spec, dtype = resolve(cfg.quant), DTYPES[cfg.model.dtype]
     estimate = estimate_memory(
@@ -78,10 +84,10 @@ def make_plan(cfg: Config, model_config: ModelConfig, num_gpus: int, local_param
         num_gpus,
         spec.gathers(cfg.quant.all_gather),
         moments=cfg.optim.moments,
-        local_parameters=local_parameters,
+        local_parameters=sum(local_sizes),
     )
     parts = {**estimate.parts, "context and reserve": CONTEXT_GIB}
-    return Plan(num_gpus, local_parameters, MemoryEstimate(parts))
+    return Plan(num_gpus, local_sizes, MemoryEstimate(parts))
 
 
 def savings(cfg: Config) -> Iterator[tuple[str, str, Config]]:
@@ -104,8 +110,8 @@ def ways_to_fit(cfg: Config, model_config: ModelConfig, plan: Plan, gpu_gib: flo
     """Settings with which the run fits on these GPUs, and the number of GPUs on which it fits without, or with them."""
 
     def fits(candidate: Config, factor: int) -> bool:
-        gpus, local = factor * plan.num_gpus, plan.local_parameters // factor
-        return make_plan(candidate, model_config, gpus, local).memory.total <= gpu_gib
+        sizes = [size // factor for size in plan.local_sizes]
+        return make_plan(candidate, model_config, factor * plan.num_gpus, sizes).memory.total <= gpu_gib
 
     settings, thrifty = {}, cfg
     for key, value, thrifty in savings(cfg):
@@ -160,14 +166,14 @@ def describe(cfg: Config, model_config: ModelConfig, plan: Plan, gpu_gib: float,
         f"(experts: {fsdp // parallel.ep} x ep {parallel.ep}), checkpointing {parallel.activation_checkpointing}, "
         f"gathers {spec.gathers(cfg.quant.all_gather)}, moments {cfg.optim.moments}",
         "",
-        f"one process holds {plan.local_parameters / 1e9:.3f}B parameters; memory in GiB",
+        f"one process holds {sum(plan.local_sizes) / 1e9:.3f}B parameters; memory in GiB",
     ]
     for name, gib in plan.memory.parts.items():
         lines.append(f"  {name:<30} {gib:>9.2f}")
     fits = plan.memory.total <= gpu_gib
     lines.append(f"  {'total':<30} {plan.memory.total:>9.2f}  of {gpu_gib:.1f}: {'fits' if fits else 'DOES NOT FIT'}")
     if cfg.optim.moments == "cpu":
-        lines.append(f"  {'Adam moments in CPU memory':<30} {8 * plan.local_parameters / GIB:>9.2f}")
+        lines.append(f"  {'Adam moments in CPU memory':<30} {plan.page_locked_gib:>9.2f}")
     if not fits:
         ways = ways_to_fit(cfg, model_config, plan, gpu_gib)
         lines += ["", "it would fit", *(f"  {way}" for way in ways or ["with no setting that this plan knows"])]
@@ -188,7 +194,7 @@ def main(argv: list[str]) -> int:
     cfg = load_config(argv)
     response_tokens = int(response) or max(cfg.rollout.max_new_tokens // 4, 1)
     model_config = load_model_config(cfg)
-    plan = make_plan(cfg, model_config, int(gpus), count_local_parameters(cfg, model_config, int(gpus)))
+    plan = make_plan(cfg, model_config, int(gpus), count_local_sizes(cfg, model_config, int(gpus)))
     print(describe(cfg, model_config, plan, gpu_gib, response_tokens))
     return 0 if plan.memory.total <= gpu_gib else 1
 
