@@ -6,8 +6,10 @@ configs, tokenizer and data first, prints the precision banner and the memory es
 
 import importlib.util
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -143,7 +145,7 @@ def build_parts(cfg: Config, world: Distributed, checkpoint: str = "") -> Parts 
         reference,
         world,
     )
-    engine = build_engine(cfg, model_config, spec, dtype, device)
+    engine = build_engine(cfg, model_config, spec, dtype, device, world.print)
     rewards = build_rewards(cfg, isolation)
     parts = Parts(cfg, model_config, spec, tokenizer, task, learner, engine, rewards, world, estimate)
     parts.sync(version=0)
@@ -256,16 +258,21 @@ def build_learner_model(cfg: Config, model_config: ModelConfig, spec: QuantSpec,
 
 
 def build_engine(
-    cfg: Config, model_config: ModelConfig, spec: QuantSpec, dtype: torch.dtype, device: torch.device
+    cfg: Config,
+    model_config: ModelConfig,
+    spec: QuantSpec,
+    dtype: torch.dtype,
+    device: torch.device,
+    report: Callable[[str], Any] = print,
 ) -> Engine:
-    """The rollout engine that the config names."""
+    """The rollout engine that the config names. report: takes what it says of itself, the same in every process."""
     if cfg.rollout.engine == "native":
         from quads.rollout.native import NativeEngine
 
-        return NativeEngine(model_config, spec, cfg.rollout, dtype, device)
+        return NativeEngine(model_config, spec, cfg.rollout, dtype, device, report=report)
     from quads.rollout.vllm_engine import VLLMEngine
 
-    return VLLMEngine(model_config, spec, cfg.rollout, dtype, device, routed_experts=cfg.wants_routes)
+    return VLLMEngine(model_config, spec, cfg.rollout, dtype, device, routed_experts=cfg.wants_routes, report=report)
 
 
 def request_seeds(seed: int, purpose: str, count: int) -> list[int]:

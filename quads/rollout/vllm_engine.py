@@ -70,7 +70,7 @@ class VLLMEngine:
             rollout: max_batch sequences at once, up to max_prompt_tokens + max_new_tokens long.
             dtype: of activations, KV cache and everything that is not 4-bit.
             routed_experts: make `generate(..., routed_experts=True)` possible (GPU only; a copy a layer and step).
-            report: takes the banner of the process of rank 0.
+            report: takes the banner, which is the same in every process.
             llm_options: further arguments of `vllm.LLM`, e.g. {"block_size": 32}; they win over what is chosen here.
 
         Raises:
@@ -139,8 +139,7 @@ class VLLMEngine:
                 raise
         self._quant = self._on_model(lambda model: model.quant_config)
         self._on_model(lambda model: track_plain_parameters(model, self._quant.ledger))
-        if os.environ.get("RANK", "0") == "0":
-            report(self.banner())
+        report(self.banner())
 
     def _on_model(self, function: Any) -> Any:
         """`function(the nn.Module that vLLM runs)`; in process, so nothing is pickled."""

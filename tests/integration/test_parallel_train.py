@@ -39,6 +39,7 @@ def test_two_processes_train_as_one_and_resume_anywhere(tmp_path: Path) -> None:
     processes = start_two(config, out, **VALUES, **PARALLEL)
     output = signal_after_row(processes, out, 1, signal.SIGTERM)
     assert [process.returncode for process in processes] == [0, 0], output
+    assert "KV cache" in output[0] and "KV cache" not in output[1], "one process speaks for all"
     stopped = latest_checkpoint(out / "checkpoints")
     assert stopped is not None and len(read_rows(out / "metrics.jsonl")) == int(stopped.name.removeprefix("step_"))
 
