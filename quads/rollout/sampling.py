@@ -13,7 +13,9 @@ The hash is SplitMix64 (Steele, Lea and Flood, "Fast splittable pseudorandom num
 finalizer applied to seed-dependent starting points that advance by the golden ratio of 2**64 for each token.
 """
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 GOLDEN = 0x9E3779B97F4A7C15
@@ -46,6 +48,20 @@ def uniforms(seeds_B: Tensor, counters_B: Tensor) -> Tensor:
     starts_B = _mix(seeds_B + _signed(GOLDEN))
     bits_B = _mix(starts_B + (counters_B + 1) * _signed(GOLDEN))
     return _shift(bits_B, 11).to(torch.float64) * 2.0**-53
+
+
+def host_uniforms(seeds: list[int], counters: list[int]) -> Tensor:
+    """`uniforms` for numbers that lie on the host, bit for bit: numpy needs a quarter of the time for a few hundred."""
+
+    def mix(x_B: NDArray[np.uint64]) -> NDArray[np.uint64]:
+        x_B = (x_B ^ (x_B >> np.uint64(30))) * np.uint64(FACTORS[0])
+        x_B = (x_B ^ (x_B >> np.uint64(27))) * np.uint64(FACTORS[1])
+        return x_B ^ (x_B >> np.uint64(31))
+
+    golden = np.uint64(GOLDEN)
+    starts_B = mix(np.array([seed % 2**64 for seed in seeds], dtype=np.uint64) + golden)
+    bits_B = mix(starts_B + (np.array(counters, dtype=np.uint64) + np.uint64(1)) * golden)
+    return torch.from_numpy((bits_B >> np.uint64(11)).astype(np.float64) * 2.0**-53)
 
 
 def draw(logits_BV: Tensor, temperature: float | Tensor, uniforms_B: Tensor) -> tuple[Tensor, Tensor]:

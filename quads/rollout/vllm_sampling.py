@@ -27,7 +27,7 @@ import triton.language as tl
 from torch import Tensor
 
 from quads.quant.kernels_math import compiled
-from quads.rollout.sampling import seed_tensor, uniforms
+from quads.rollout.sampling import host_uniforms
 
 CHUNK = 2048
 OFFSET_A_TOKEN = 4
@@ -150,7 +150,7 @@ def next_uniforms(generators: list[Any], device: torch.device) -> Tensor:
         seeds.append(generator.initial_seed())
         counters.append(offset // OFFSET_A_TOKEN)
         generator.set_offset(offset + OFFSET_A_TOKEN)
-    numbers_B = uniforms(seed_tensor(seeds), torch.tensor(counters, dtype=torch.int64))
+    numbers_B = host_uniforms(seeds, counters)
     return numbers_B.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else numbers_B
 
 

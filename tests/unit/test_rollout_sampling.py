@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from quads.rollout.sampling import draw, seed_tensor, uniforms
+from quads.rollout.sampling import draw, host_uniforms, seed_tensor, uniforms
 from tests.helpers import assert_bitwise, assert_close
 
 MASK = 2**64 - 1
@@ -35,6 +35,7 @@ def test_uniforms_equal_plain_integers(seed: int) -> None:
     expected = torch.tensor([(z >> 11) * 2.0**-53 for z in splitmix64(start, 50)], dtype=torch.float64)
     ours = uniforms(seed_tensor([seed]).expand(50), torch.arange(50))
     assert_bitwise(ours, expected)
+    assert_bitwise(host_uniforms([seed] * 50, list(range(50))), expected)
 
 
 def test_uniforms_do_not_depend_on_their_place_and_look_uniform() -> None:
