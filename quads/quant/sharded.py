@@ -21,7 +21,7 @@ All give the same bits: rows are quantized independently once the global scale i
 first on either path. The gradient is the straight-through one: "packed" hands the layer the decoded weight in place of
 the master, so its gradient goes to the master unchanged.
 
-Shapes: N, K rows and columns of a weight, E experts, B = ceil(K / 16) blocks, L experts of one ep rank.
+Shapes: L experts of one ep rank. What a process keeps of one weight: packed_shard.py.
 """
 
 from collections.abc import Iterator
@@ -36,7 +36,6 @@ from quads.model.parallelize import (
     fsdp_modules,
     gather_full,
     gathered_rows,
-    is_gathered,
     local_tensor,
     max_over_shards,
     own_rows,
@@ -44,10 +43,11 @@ from quads.model.parallelize import (
 )
 from quads.quant import fake_quant, learner, nvfp4
 from quads.quant.learner import Group, QATExperts, QATLinear, sharing_groups
-from quads.quant.nvfp4 import BLOCK, GlobalScaleMode
+from quads.quant.nvfp4 import GlobalScaleMode
+from quads.quant.packed_shard import PackedShard
 from quads.quant.recipes import TARGETS, AllGather, QuantSpec
 from quads.quant.tensor import Float8BlockTensor, NVFP4Tensor
-from quads.quant.weights import dequantize_rows_into, qdq, quantize_rows_into, split_rows, weight_amax
+from quads.quant.weights import qdq, weight_amax
 
 
 class ShardedLinear(QATLinear):
@@ -77,61 +77,6 @@ class ShardedExperts(QATExperts):
 
 ShardedModule = ShardedLinear | ShardedExperts
 SHARDED = (ShardedLinear, ShardedExperts)  # for `convert_learner`
-
-
-class PackedShard:
-    """This process's rows of one NVFP4 weight, as bytes, and the global scales of the weight that FSDP gathers.
-
-    `bytes`: uint8 [..., N, 9 B]: the 8 B code bytes of each row, then its B scale bytes. It is allocated once. The two
-    methods are FSDP's extension points for a parameter: what is sent, and how the weight is made from what arrived.
-    """
-
-    def __init__(self, parameter: Tensor, mode: GlobalScaleMode) -> None:
-        local = local_tensor(parameter)
-        self.mode: GlobalScaleMode = mode
-        self.num_columns = local.shape[-1]
-        self.rows = own_rows(parameter)  # found once: it takes as long as the kernels of a small weight
-        self.bytes = local.new_empty(*local.shape[:-1], 9 * -(-self.num_columns // BLOCK), dtype=torch.uint8)
-        self.g, self.gs = Tensor(), Tensor()  # fp32 [] or [L, 1, 1]; by `pack`
-        self.owned = not is_gathered(parameter)  # these bytes are all that is multiplied here
-        self.gathered = False  # whether FSDP gathers these bytes; by `attach`
-        self.version = -1  # version counter of the master that they were made from
-
-    def pack(self, parameter: Tensor, g: Tensor, gs: Tensor) -> None:
-        """Quantize the local rows of bf16(master) with the scales of the gathered weight."""
-        self.g, self.gs, self.version = g, gs, local_tensor(parameter)._version
-        own_g, own_gs = (g[self.rows], gs[self.rows]) if g.dim() else (g, gs)
-        quantize_rows_into(self.bytes, local_tensor(parameter), own_g, self.mode, own_gs)
-
-    def tensor(self, rows: Tensor, g: Tensor, dtype: torch.dtype) -> NVFP4Tensor:
-        """The weight that gathered `rows` (uint8 [..., N, 9 B]) and scales stand for."""
-        return NVFP4Tensor(*split_rows(rows), g, self.num_columns, dtype, self.mode)
-
-    def decode(self, rows: Tensor, dtype: torch.dtype) -> Tensor:
-        """The values of gathered or owned `rows`, [..., N, K]."""
-        weight = rows.new_empty(*rows.shape[:-1], self.num_columns, dtype=dtype)
-        dequantize_rows_into(weight, rows, self.g)
-        return weight
-
-    def pre_all_gather(
-        self, mesh: Any, outer_size: Any, outer_stride: Any, module: nn.Module, mp_policy: Any
-    ) -> tuple[tuple[Tensor], None]:
-        """What FSDP gathers in place of the master's cast. One tensor: with a mesh of one process FSDP drops others."""
-        return (self.bytes,), None
-
-    @torch.no_grad()
-    def post_all_gather(
-        self, outputs: tuple[Tensor, ...], metadata: None, param_dtype: torch.dtype, *, out: Tensor | None = None
-    ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
-        """The decoded weight, written into `out` from the second time on."""
-        rows = outputs[0]
-        if out is None:
-            weight = self.decode(rows, param_dtype)
-            return weight, (weight,)  # FSDP frees and reallocates it with every gather
-        out = local_experts(out)
-        with torch.autograd._unsafe_preserve_version_counter(out):  # pyright: ignore[reportPrivateImportUsage]
-            dequantize_rows_into(out, rows, self.g)
-        return None
 
 
 def _effective(module: ShardedModule, leaf: str, gathered: Tensor, dtype: torch.dtype) -> Tensor:

@@ -3,24 +3,21 @@
 Equal in other forms: fractions and decimals, simplified and not, `x = 5` and `5`, lists in any order, an inequality and
 its interval, units that convert. A unit on one side only is ignored. 25% is 1/4; with `percent_as_unit` also 25.
 
-Expressions are compared by their exact difference where they are rational numbers, else by its value to 100 digits, at
-several points where they have variables: fast, and safe (a difference below 1e-100 is not an accident).
+This file says what is compared with what; sets and intervals are compared in math_sets.py, expressions in
+math_equivalence.py.
 """
 
-from collections.abc import Iterable
 from typing import Any
 
 import sympy
 from sympy.core.expr import Expr
 
+from quads.rl.math_equivalence import same_expression
+from quads.rl.math_sets import as_set
 from quads.rl.math_tokens import Unreadable
 from quads.rl.math_units import read_unit
-from quads.rl.math_values import DEGREE, PERCENT, PRIME, TEXT, Combined, Group, Relation, Seq, SetOf, Words
+from quads.rl.math_values import DEGREE, PERCENT, TEXT, Combined, Group, Relation, Seq, SetOf, Words
 
-DIGITS = 100
-# Where expressions with variables are compared: positive, then of both signs. Rational, so that evaluation is exact.
-POINTS = ((17, 7), (139, 101), (7, 23), (-11, 9), (-167, 53))
-WHOLE_POINTS = ((3, 4), (5, 7), (4, 3))  # first value and step: for n! and floor(n), which live on whole numbers
 MAX_ITEMS = 100
 
 
@@ -152,9 +149,9 @@ class _Comparison:
         theirs, their_unit = _split_unit(answer)
         # `5 m` typed without \text: the m is a unit if the other side shows that it is.
         if our_unit and not their_unit:
-            theirs, their_unit = _split_letter_unit(answer, our_unit)
+            theirs, their_unit = _split_letter_unit(answer)
         elif their_unit and not our_unit:
-            ours, our_unit = _split_letter_unit(gold, their_unit)
+            ours, our_unit = _split_letter_unit(gold)
         if (our_unit and DEGREE in theirs.free_symbols) or (their_unit and DEGREE in ours.free_symbols):
             return False
         if our_unit and their_unit:
@@ -171,99 +168,6 @@ class _Comparison:
         if DEGREE in value.free_symbols:
             return [value.subs(DEGREE, 1), value.subs(DEGREE, sympy.pi / 180)]
         return [value]
-
-
-def same_expression(ours: Expr, theirs: Expr) -> bool:
-    """Equal for every value of their variables (where both are real)."""
-    if ours == theirs:
-        return True
-    if isinstance(ours, sympy.Rational) and isinstance(theirs, sympy.Rational):
-        return False
-    if not (_finite(ours) and _finite(theirs)):
-        return False
-    difference = ours - theirs
-    if difference == 0:
-        return True
-    symbols = sorted(difference.free_symbols, key=str)
-    if any(str(symbol).startswith(PRIME) for symbol in symbols):
-        return _huge_difference_is_zero(difference)
-    compared = 0
-    for values in _points(symbols, whole=difference.has(sympy.factorial, sympy.binomial, sympy.floor, sympy.ceiling)):
-        scale, gap = _value(ours, values), _value(difference, values)
-        if scale is None or gap is None:
-            continue
-        if min(values.values(), default=0) < 0:
-            other = _value(theirs, values)
-            if scale.is_real is not True or other is None or other.is_real is not True:
-                continue  # sqrt(x^2) and log(x) of negative numbers: only real values are compared
-        if abs(gap) > sympy.Float(10, 15) ** (-DIGITS) * (1 + abs(scale)):
-            return False
-        compared += 1
-    return compared > 0
-
-
-def _points(symbols: list[Any], whole: bool) -> Iterable[dict[Any, Any]]:
-    """Values of the variables, all different."""
-    if whole:
-        for first, step in WHOLE_POINTS:
-            yield {symbol: sympy.Rational(first + step * i) for i, symbol in enumerate(symbols)}
-        return
-    for shift, (numerator, denominator) in enumerate(POINTS if symbols else POINTS[:1]):
-        step = 2 if numerator > 0 else -2
-        yield {
-            symbol: sympy.Rational(numerator + step * i, denominator + i + shift) for i, symbol in enumerate(symbols)
-        }
-
-
-def as_set(value: Any) -> sympy.Set | None:
-    """Intervals, inequalities, finite sets and their combinations as sympy sets; None for what is none."""
-    if isinstance(value, sympy.Set):
-        return value
-    if isinstance(value, SetOf):
-        return sympy.FiniteSet(*value.items) if all(isinstance(item, Expr) for item in value.items) else None
-    if isinstance(value, Group) and len(value.items) == 2 and value.brackets != ":":
-        low, high = value.items
-        if not all(isinstance(end, Expr) and end.is_extended_real for end in (low, high)):
-            return None
-        return sympy.Interval(low, high, value.brackets[0] == "(", value.brackets[1] == ")")
-    if isinstance(value, Combined):
-        parts = [as_set(part) for part in value.parts]
-        if any(part is None for part in parts):
-            return None
-        join = {"cup": sympy.Union, "cap": sympy.Intersection, "setminus": sympy.Complement}[value.operation]
-        return join(*parts)
-    if isinstance(value, Seq):
-        parts = [as_set(item) for item in value.items]
-        return None if any(part is None for part in parts) else sympy.Union(*parts)
-    if isinstance(value, Relation):
-        return _solution_set(value)
-    return None
-
-
-def _solution_set(relation: Relation) -> sympy.Set | None:
-    """Real solutions of a chain of inequalities in one variable."""
-    if relation.operators == ("in",):
-        return as_set(relation.sides[-1])
-    if not all(isinstance(side, Expr) for side in relation.sides) or "in" in relation.operators:
-        return None
-    symbols = set().union(*(side.free_symbols for side in relation.sides))
-    if len(symbols) != 1:
-        return None
-    x = sympy.Symbol("x", real=True)
-    sides = [side.subs(next(iter(symbols)), x) for side in relation.sides]
-    make = {"<": sympy.Lt, "<=": sympy.Le, ">": sympy.Gt, ">=": sympy.Ge, "!=": sympy.Ne, "=": sympy.Eq}
-    solutions: sympy.Set = sympy.S.Reals
-    for operator, left, right in zip(relation.operators, sides, sides[1:], strict=False):
-        step = make[operator](left, right)
-        if step in (sympy.true, sympy.false):
-            solutions = solutions if step == sympy.true else sympy.S.EmptySet
-        elif isinstance(step, sympy.Ne):
-            solutions = solutions - sympy.solveset(left - right, x, sympy.S.Reals)
-        elif isinstance(step, sympy.Eq):
-            solutions = solutions & sympy.solveset(left - right, x, sympy.S.Reals)
-        else:
-            solutions = solutions & sympy.solve_univariate_inequality(step, x, relational=False)
-    return solutions
 
 
 def _is_equation(value: Any) -> bool:
@@ -318,8 +222,8 @@ def _split_unit(value: Expr) -> tuple[Expr, tuple[str, Any] | None]:
     return amount, total
 
 
-def _split_letter_unit(value: Expr, other: tuple[str, Any]) -> tuple[Expr, tuple[str, Any] | None]:
-    """5 m, five times the symbol m, beside a quantity with a unit."""
+def _split_letter_unit(value: Expr) -> tuple[Expr, tuple[str, Any] | None]:
+    """5 m, five times the symbol m: (5, unit of length). Asked where the other side has a unit."""
     symbols = list(value.free_symbols)
     if len(symbols) != 1:
         return value, None
@@ -328,38 +232,3 @@ def _split_letter_unit(value: Expr, other: tuple[str, Any]) -> tuple[Expr, tuple
     if not found or not amount.is_number:
         return value, None
     return amount, (found[0], sympy.Rational(found[1].numerator, found[1].denominator))
-
-
-def _finite(value: Expr) -> bool:
-    return not value.has(sympy.oo, -sympy.oo, sympy.zoo, sympy.nan)
-
-
-def _huge_difference_is_zero(difference: Expr) -> bool:
-    """Is a sum with powers of prime symbols zero? Factors of those primes move from coefficients into the powers."""
-    primes = {int(str(s).removeprefix(PRIME)): s for s in difference.free_symbols if str(s).startswith(PRIME)}
-    while True:
-        terms: list[Any] = []
-        for term in sympy.Add.make_args(sympy.expand(difference)):
-            parts: Any = term.as_coeff_Mul()
-            coefficient: Any = parts[0]
-            rest: Any = parts[1]
-            for prime, symbol in primes.items():
-                if isinstance(coefficient, sympy.Rational) and coefficient != 0:
-                    up: Any = sympy.multiplicity(prime, coefficient.p)
-                    down: Any = sympy.multiplicity(prime, coefficient.q)
-                    coefficient = coefficient / sympy.Rational(prime) ** (up - down)
-                    rest = rest * symbol ** (up - down)
-            terms.append(coefficient * rest)
-        moved = sympy.Add(*terms)
-        if moved == 0 or moved == difference:
-            return bool(moved == 0)
-        difference = moved
-
-
-def _value(expression: Expr, values: dict[Any, Any]) -> Any:
-    """A number to DIGITS digits, or None where there is none."""
-    try:
-        value = expression.evalf(DIGITS + 10, subs=values, maxn=4 * DIGITS)
-    except (ValueError, TypeError, ZeroDivisionError, OverflowError):
-        return None
-    return value if value.is_number and _finite(value) and (value.is_real or value.is_complex) else None
