@@ -33,7 +33,7 @@ SHAPES = {"w13": (2 * WIDTH, HIDDEN), "w2": (HIDDEN, WIDTH), "qkv": (5120, 2048)
 ROUTED = {1: (8,), 16: (8,), 64: (8, 16), 256: (16, 32), 1024: (32, 64), 4096: (64, 128)}
 DENSE = {1: (8,), 16: (8, 16), 64: (16, 32, 64), 256: (32, 64, 128)}
 TABLES = {"moe": (ROUTED, ("w13", "w2")), "dense": (DENSE, ("qkv", "o"))}
-MULTIPROCESSORS = 132
+H200_MULTIPROCESSORS = 132
 CLASS_ENDS = {1: 0.5, 16: 2, 64: 6, 256: 24, 1024: 96, 4096: None}  # tokens per expert
 
 
@@ -51,7 +51,9 @@ def candidates(bm: int, residual: bool) -> list[Tile]:
     return out
 
 
-def dense_candidates(layer: str, tokens: int, bm: int, residual: bool) -> list[Tile]:
+def dense_candidates(
+    layer: str, tokens: int, bm: int, residual: bool, multiprocessors: int = H200_MULTIPROCESSORS
+) -> list[Tile]:
     """Tiles of a linear layer, of two steps or more, that give half a program to eight programs to a multiprocessor."""
     columns = 2 * bm if residual else bm
     out = []
@@ -63,7 +65,7 @@ def dense_candidates(layer: str, tokens: int, bm: int, residual: bool) -> list[T
         steps = SHAPES[layer][1] // 128 // kstep // split
         if warps == 8 and columns < 64 or stages == 5 and (tokens > 16 or steps < 4) or steps < 2:
             continue
-        if 0.5 <= programs / MULTIPROCESSORS <= 8:
+        if 0.5 <= programs / multiprocessors <= 8:
             out.append(Tile(bn, kstep, stages, warps, split))
     return out
 
@@ -151,14 +153,18 @@ def pretty(content: dict) -> str:
     return text + "\n"
 
 
-def find_jobs(asked: list[str], sizes: list[int]) -> list[tuple]:
+def find_jobs(asked: list[str], sizes: list[int], multiprocessors: int = H200_MULTIPROCESSORS) -> list[tuple]:
+    """(layer, tokens, bm, tile, residual) of everything to time on a GPU with so many multiprocessors."""
     jobs = []
     for name, (table, layers) in TABLES.items():
         for tokens, bms in table.items() if name in asked else ():
             for bm, residual, layer in itertools.product(bms, (False, True), layers):
                 if tokens not in sizes or residual and (bm > 64 or layer == "w2"):
                     continue  # w2 is compensated only on request: plain tiles serve
-                tiles = candidates(bm, residual) if name == "moe" else dense_candidates(layer, tokens, bm, residual)
+                if name == "moe":
+                    tiles = candidates(bm, residual)
+                else:
+                    tiles = dense_candidates(layer, tokens, bm, residual, multiprocessors)
                 jobs += [(layer, tokens, bm, tile, residual) for tile in tiles]
     return jobs
 
@@ -236,8 +242,9 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=float("inf"), help="time nothing new after so long")
     args = parser.parse_args()
     began = time.monotonic()
-    jobs = find_jobs(args.layers, [int(each) for each in args.tokens.split(",")])
-    print(len(jobs), "configurations", flush=True)
+    multiprocessors = torch.cuda.get_device_properties().multi_processor_count
+    jobs = find_jobs(args.layers, [int(each) for each in args.tokens.split(",")], multiprocessors)
+    print(f"{len(jobs)} configurations for {multiprocessors} multiprocessors", flush=True)
     compile_all(jobs, "dense" in args.layers)
     print(f"compiled after {time.monotonic() - began:.0f} s", flush=True)
     stacks = {
