@@ -18,6 +18,7 @@ from quads.checkpoint import Checkpointer, TrainState
 from quads.config import Config, config_to_toml, load_config
 from quads.distributed import Distributed, init_distributed
 from quads.errors import main_guard
+from quads.measure import mfu, train_flops
 from quads.metrics import RunLog
 from quads.plot import plot_runs
 from quads.rl.advantage import group_advantages
@@ -117,7 +118,9 @@ def train_step(
     if cfg.log.samples_every and (step == 1 or step % cfg.log.samples_every == 0):
         log.samples(step, parts.tokenizer.decode, examples[: cfg.log.samples], groups, rewards_PG)
     lengths_PG = torch.tensor([[float(len(c.token_ids)) for c in group] for group in groups])
-    num_packed = rl.epochs * sum(len(mb.tokens_T) for minibatch, _ in minibatches for mb in minibatch)
+    packed = rl.epochs * [length for minibatch, _ in minibatches for mb in minibatch for length in mb.lengths]
+    flops = sum(world.gather_objects(train_flops(parts.model_config, packed)))
+    utilisation = mfu(flops / world.size / log.seconds("learn"), world.device)
     by_rank = world.gather_objects((rewards_PG, ungraded_PG, lengths_PG, truncated_PG, zero_spread_P))
     rewards_PG, ungraded_PG, lengths_PG, truncated_PG, zero_spread_P = map(torch.cat, zip(*by_rank, strict=True))
     metrics = {
@@ -131,7 +134,8 @@ def train_step(
         "policy/version": step,
         "memory/estimate_gib": parts.estimate.total,
         "rollout/tokens_per_s": float(lengths_PG.sum()) / log.seconds("rollout"),
-        "learn/tokens_per_s": sum(world.gather_objects(num_packed)) / log.seconds("learn"),
+        "learn/tokens_per_s": sum(world.gather_objects(sum(packed))) / log.seconds("learn"),
+        **({} if utilisation is None else {"learn/mfu": utilisation}),
     }
     seen = state.tokens_seen + sum(u.tokens for u in updates)
     return metrics, TrainState(step, step, state.prompts_seen + len(batch), seen)

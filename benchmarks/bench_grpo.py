@@ -29,6 +29,7 @@ import train
 from quads.checkpoint import Checkpointer
 from quads.config import load_config
 from quads.errors import UserError, main_guard
+from quads.measure import peak_memory_gib
 from quads.model.config import ARCHITECTURES
 from quads.rl.advantage import group_advantages
 from quads.run_folder import read_rows
@@ -52,6 +53,7 @@ ROWS = {
     "sync, s": "time/sync_s",
     "rollout, tokens/s of all": "rollout/tokens_per_s",
     "learn, tokens/s of all": "learn/tokens_per_s",
+    "learn, MFU": "learn/mfu",
     "response, tokens": "response/length_mean",
     "gap, mean": "mismatch/logprob_abs_mean",
     "gradient norm": "train/grad_norm",
@@ -107,7 +109,9 @@ def main(argv: list[str]) -> None:
     print(f"\n{device} x {processes}, {shape.num_layers} layers, recipe {cfg.quant.recipe}, {len(rows)} steps")
     print("| median after the first step | |\n| --- | ---: |")
     for name, key in ROWS.items():
-        print(f"| {name} | {statistics.median(row[key] for row in steady):.4g} |")
+        if all(key in row for row in steady):  # no MFU on a CPU
+            print(f"| {name} | {statistics.median(row[key] for row in steady):.4g} |")
+    print(f"| peak CPU memory of the first process, GiB | {peak_memory_gib(torch.device('cpu')):.4g} |")
     for name, seconds in saves.items():
         print(f"| checkpoint: {name}, s | {sum(seconds):.4g} |")
 

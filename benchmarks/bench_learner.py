@@ -11,9 +11,8 @@ cases: bf16 beside quads in three settings.
 Each case also prints the loss and gradient norm of its first update: cases with the same total of sequences agree to
 bf16 rounding, whatever the number of GPUs, gathers, checkpointing and compilation.
 
-FLOPs a token: 6 * active parameters without the input embedding, plus 6 * layers * heads * head_dim * length for
-causal attention; recomputation is not counted. MFU is against 989 TFLOP/s (dense bf16 of an H200's data sheet) and
-beside it against 789, what a large matmul reaches there.
+FLOPs are the model's (quads.measure.train_flops); recomputation is not counted. MFU is against 989 TFLOP/s (dense bf16
+of an H200's data sheet) and beside it against 789, what a large matmul reaches there.
 """
 
 import argparse
@@ -39,6 +38,7 @@ from quads.config_sections import (
     TrainSettings,
 )
 from quads.distributed import Distributed, init_distributed
+from quads.measure import train_flops
 from quads.memory import GIB, estimate_memory
 from quads.model.config import ARCHITECTURES, ModelConfig
 from quads.model.model import MoEDecoder
@@ -186,10 +186,8 @@ def report(
     requantize_s: float,
     peak: float,
 ) -> None:
-    active = config.num_parameters()[1] - config.vocab_size * config.hidden_size
-    attention = 6 * config.num_layers * config.num_heads * config.head_dim * length
     tokens_per_s = sequences * length / step_s
-    tflops = tokens_per_s * (6 * active + attention) / 1e12
+    tflops = train_flops(config, sequences * [length]) / step_s / 1e12
     tokens = RLSettings(microbatch_tokens=sequences * length)
     estimate = estimate_memory(
         config, spec, RolloutSettings(), tokens, torch.bfloat16, parallel, world.size, all_gather, accumulated=False

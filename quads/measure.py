@@ -3,10 +3,12 @@
 import resource
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
+
+from quads.model.config import ModelConfig
 
 # Dense bf16 tensor-core peak, FLOP/s, from NVIDIA's data sheets (without sparsity).
 PEAK_BF16_FLOPS = {"H100": 989e12, "H200": 989e12, "B200": 2250e12, "GB200": 2500e12, "B300": 2250e12, "A100": 312e12}
@@ -59,22 +61,23 @@ def peak_memory_gib(device: torch.device) -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
 
 
-def train_flops_per_token(
-    active_params: int, num_layers: int, num_heads: int, head_dim: int, mean_length: float
-) -> float:
-    """FLOPs of forward and backward for one token: 6 a parameter that it uses, and causal attention over its sequence.
+def train_flops(config: ModelConfig, lengths: Iterable[int]) -> float:
+    """Model FLOPs of forward and backward over sequences of so many tokens; what is computed again is not counted.
 
-    Args:
-        active_params: parameters that one token meets, without the embedding table (a lookup), with the output head.
-        mean_length: mean tokens of a packed sequence; on average a token attends to half of them.
+    A token: 6 for each parameter that it meets (not the embedding, a table). A pair of tokens of which one attends to
+    the other: 12 for each channel of each head of each layer; a sequence of L tokens has L * L / 2.
     """
-    return 6.0 * active_params + 12.0 * num_layers * num_heads * head_dim * mean_length / 2
+    c, sizes = config, list(lengths)
+    table = 0 if c.tie_embeddings else c.vocab_size * c.hidden_size  # a tied one is the output head, too
+    active = c.num_parameters()[1] - table
+    attention = 12 * c.num_layers * c.num_heads * c.head_dim
+    return 6.0 * active * sum(sizes) + attention * sum(size * size for size in sizes) / 2
 
 
-def mfu(tokens_per_s: float, flops_per_token: float, device: torch.device) -> float | None:
-    """Fraction of one GPU's bf16 peak that training at `tokens_per_s` a GPU uses; None where the peak is not known."""
+def mfu(flops_per_s: float, device: torch.device) -> float | None:
+    """Model FLOPs utilisation: the share of a GPU's dense bf16 peak; None where the peak is not known."""
     if device.type != "cuda":
         return None
     name = torch.cuda.get_device_name(device)
     known = [model for model in PEAK_BF16_FLOPS if model in name]
-    return tokens_per_s * flops_per_token / PEAK_BF16_FLOPS[max(known, key=len)] if known else None
+    return flops_per_s / PEAK_BF16_FLOPS[max(known, key=len)] if known else None

@@ -18,6 +18,7 @@ from quads.assemble import DTYPES, check_sample_count, load_model_config
 from quads.config import Config, load_config
 from quads.distributed import imagined_processes
 from quads.errors import UserError, main_guard
+from quads.measure import train_flops
 from quads.memory import GIB, MemoryEstimate, estimate_memory
 from quads.model.config import ModelConfig
 from quads.model.model import MoEDecoder
@@ -142,10 +143,7 @@ def step_times(cfg: Config, model_config: ModelConfig, plan: Plan, response_toke
     responses = cfg.rl.prompts_per_step * cfg.rl.group_size
     here = responses / plan.num_gpus
     rate = rollout_rate(resolve(cfg.quant).rollout, min(here, cfg.rollout.max_batch), model_config)
-    c = model_config
-    weights = 6 * (c.num_parameters()[1] - c.vocab_size * c.hidden_size)
-    attention = 6 * c.num_layers * c.num_heads * c.head_dim * response_tokens
-    flops = here * response_tokens * (weights + attention) * cfg.rl.epochs
+    flops = here * cfg.rl.epochs * train_flops(model_config, [response_tokens])
     return {
         "rollout": here * response_tokens / rate,
         "learn": flops / (1e12 * LEARNER_TFLOPS[cfg.parallel.activation_checkpointing]),

@@ -83,7 +83,7 @@ every = 2
 tensorboard = false
 """
 # Measured, not computed: they differ between two runs that do the same.
-MEASURED = ("time/", "memory/", "rollout/tokens_per_s", "learn/tokens_per_s")
+MEASURED = ("time/", "memory/", "rollout/tokens_per_s", "learn/tokens_per_s", "learn/mfu")
 
 
 def make_tokenizer(folder: Path) -> None:

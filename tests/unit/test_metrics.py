@@ -3,6 +3,7 @@
 import builtins
 import json
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,9 @@ import torch
 from quads.config import Config, load_config
 from quads.config_sections import LogSettings, TrainSettings
 from quads.errors import UserError
-from quads.measure import Timers, mfu, peak_memory_gib, train_flops_per_token
+from quads.measure import Timers, mfu, peak_memory_gib, train_flops
 from quads.metrics import RunLog, console_line
+from quads.model.config import ModelConfig
 from quads.run_folder import git_commit, open_run_folder, read_rows
 from quads.types import Completion, Example
 
@@ -137,11 +139,23 @@ def test_phases_add_up_and_the_clock_starts_with_the_first(monkeypatch: pytest.M
     assert timers.metrics() == {"time/step_s": 0.0}
 
 
-def test_flops_of_a_token_against_a_hand_count() -> None:
-    # 2 layers, 4 heads of 8: scores and values are 2 * 2 * 4 * 8 FLOPs a pair and layer, three times that with the
-    # backward; a token of a 100-token sequence meets 50 others on average
-    assert train_flops_per_token(1000, 2, 4, 8, 100) == 6 * 1000 + 3 * (2 * 2 * 4 * 8 * 50) * 2
-    assert mfu(1e5, 1e9, torch.device("cpu")) is None
+def test_flops_against_a_hand_count_and_mfu_of_known_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = ModelConfig(10, 8, 2, 4, 2, 8, 4, 8, 2, max_position=512)
+    # attention: q and o 8 x 32, k and v 8 x 16, two norms of a head; two experts of 3 * 8 * 4; router; two norms; then
+    # the last norm and the head
+    layer = 2 * 8 * 32 + 2 * 8 * 16 + 2 * 8 + 2 * 3 * 8 * 4 + 8 * 8 + 2 * 8
+    met = 2 * layer + 8 + 8 * 10
+    # scores and values of a pair: 2 * 2 FLOPs a channel, head and layer, three times that with the backward
+    pairs = (100 * 100 + 20 * 20) / 2
+    expected = 6 * met * 120 + 3 * (2 * 2 * 2 * 4 * 8) * pairs
+    assert train_flops(config, [100, 20]) == train_flops(replace(config, tie_embeddings=True), [100, 20]) == expected
+    assert mfu(1e14, torch.device("cpu")) is None
+    for name, expected in (("NVIDIA H200", 1e14 / 989e12), ("NVIDIA GB200", 0.04), ("NVIDIA T4", None)):
+        monkeypatch.setattr("torch.cuda.get_device_name", lambda device, name=name: name)
+        assert mfu(1e14, torch.device("cuda")) == expected
+
+
+def test_peak_memory_of_a_process_on_a_cpu() -> None:
     assert 0.05 < peak_memory_gib(torch.device("cpu")) < 1000
 
 
