@@ -8,9 +8,11 @@ that are only imagined. The rest is arithmetic on shapes (quads/memory.py) and a
 rough: they say whether a step takes a minute or an hour. Exit code 1 if the run does not fit.
 """
 
+import argparse
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import torch
 
@@ -23,8 +25,11 @@ from quads.memory import GIB, MemoryEstimate, estimate_memory
 from quads.model.config import ModelConfig
 from quads.model.model import MoEDecoder
 from quads.model.parallelize import local_tensor, parallelize
+from quads.options import real, whole
 from quads.quant.recipes import resolve
 from quads.rl.evaluate import take_option
+
+N = TypeVar("N", int, float)
 
 GPU_GIB = 139.8  # an H200
 CONTEXT_GIB = 3.0  # CUDA context, NCCL buffers, workspaces, fragmentation
@@ -186,26 +191,25 @@ def describe(cfg: Config, model_config: ModelConfig, plan: Plan, gpu_gib: float,
 @main_guard
 def main(argv: list[str]) -> int:
     """Print the plan; see the module's docstring."""
-    gpus = number(take_option(argv, "--gpus"), "--gpus", DEFAULT_GPUS)
-    gpu_gib = number(take_option(argv, "--gpu-memory"), "--gpu-memory", GPU_GIB)
-    response = number(take_option(argv, "--response-tokens"), "--response-tokens", 0)
+    gpus = number(argv, "--gpus", whole(1)) or DEFAULT_GPUS
+    gpu_gib = number(argv, "--gpu-memory", real(above=0.0)) or GPU_GIB
+    response_tokens = number(argv, "--response-tokens", whole(1))
     cfg = load_config(argv)
-    response_tokens = int(response) or max(cfg.rollout.max_new_tokens // 4, 1)
+    response_tokens = response_tokens or max(cfg.rollout.max_new_tokens // 4, 1)
     model_config = load_model_config(cfg)
-    plan = make_plan(cfg, model_config, int(gpus), count_local_sizes(cfg, model_config, int(gpus)))
+    plan = make_plan(cfg, model_config, gpus, count_local_sizes(cfg, model_config, gpus))
     print(describe(cfg, model_config, plan, gpu_gib, response_tokens))
     return 0 if plan.memory.total <= gpu_gib else 1
 
 
-def number(text: str, name: str, default: float) -> float:
-    """A positive number of the command line, or the default where it was not given."""
+def number(argv: list[str], name: str, parse: Callable[[str], N]) -> N | None:
+    """Remove `name NUMBER` from a command line and return the number, None where it was not given. `parse` is of
+    options.py; UserError for what it refuses."""
+    text = take_option(argv, name)
     try:
-        value = float(text) if text else default
-    except ValueError:
-        value = -1.0
-    if value < 0 or (text and value == 0):
-        raise UserError(f"{name} = {text} must be a number above 0")
-    return value
+        return parse(text) if text else None
+    except argparse.ArgumentTypeError as refusal:
+        raise UserError(f"{name} {refusal}") from None
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ from quads.lab.capture import capture
 from quads.lab.policies import learner
 from quads.lab.results import markdown, provenance, write_result
 from quads.lab.subject import Subject, build_subject, subject_parser
+from quads.options import whole
 from quads.quant import nvfp4, residual
 
 HELP = "activation error by channel: heat map, concentration, persistence over tokens and layers"
@@ -146,12 +147,12 @@ def tables(data: dict[str, Any]) -> str:
 
 def main(argv: list[str]) -> None:
     parser = subject_parser("channels", HELP)
-    parser.add_argument("--layer", type=int, default=-1, help="layer of the heat map, from 0 (default: the middle one)")
+    parser.add_argument(
+        "--layer", type=whole(-1), default=-1, help="layer of the heat map, from 0 (default: -1, the middle one)"
+    )
     args, overrides = parser.parse_known_args(argv)
-    subject = build_subject(args, overrides)
-    num_layers = subject.master.config.num_layers
-    layer = num_layers // 2 if args.layer < 0 else min(args.layer, num_layers - 1)
-    data = measure(subject, args.batch_tokens, layer)
+    subject = build_subject(args, overrides, layer=args.layer)
+    data = measure(subject, args.batch_tokens, subject.layer)
     path = write_result(args.out, "channels", provenance("channels", argv, subject.cfg, [subject.cfg.train.seed]), data)
     style.save(figure(data), path.with_suffix(".png"))
     print(tables(data))

@@ -24,6 +24,7 @@ from quads.lab.decode import decode, decoded_inputs
 from quads.lab.policies import evaluate, gap_statistics, learner, rollout, routing_flips
 from quads.lab.results import markdown, number, provenance, write_result
 from quads.lab.subject import Subject, build_subject, subject_parser
+from quads.options import whole
 
 HELP = "drift between learner and engines without quantization, by token and by channel"
 
@@ -98,12 +99,12 @@ def tables(data: dict[str, Any]) -> str:
 
 def main(argv: list[str]) -> None:
     parser = subject_parser("drift", HELP)
-    parser.add_argument("--layer", type=int, default=-1, help="layer of the heat map, from 0 (default: the middle one)")
+    parser.add_argument(
+        "--layer", type=whole(-1), default=-1, help="layer of the heat map, from 0 (default: -1, the middle one)"
+    )
     args, overrides = parser.parse_known_args(argv)
-    subject = build_subject(args, overrides, native=False)
-    num_layers = subject.master.config.num_layers
-    layer = num_layers // 2 if args.layer < 0 else min(args.layer, num_layers - 1)
-    data = measure(subject, args.batch_tokens, layer)
+    subject = build_subject(args, overrides, native=False, layer=args.layer)
+    data = measure(subject, args.batch_tokens, subject.layer)
     path = write_result(args.out, "drift", provenance("drift", argv, subject.cfg, [subject.cfg.train.seed]), data)
     style.save(figure(data), path.with_suffix(".png"))
     print(tables(data))

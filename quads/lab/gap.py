@@ -33,6 +33,7 @@ from quads.lab.ratio import measure_ratios, ratio_panel, ratio_table
 from quads.lab.results import markdown, number, progress, provenance, write_result
 from quads.lab.subject import Subject, build_subject, subject_parser
 from quads.model.model import MoEDecoder
+from quads.options import real
 
 HELP = "log-prob gap of every pair of learner and rollout precision, its weight, activation and engine parts"
 
@@ -212,13 +213,20 @@ def tables(data: dict[str, Any]) -> str:
     return "\n".join(text)
 
 
+def sizes(text: str) -> list[float]:
+    """A list of numbers of at least 0, as an argparse type; it may be empty."""
+    return [real(low=0.0)(size) for size in text.split(",") if size]
+
+
 def main(argv: list[str]) -> None:
     parser = subject_parser("gap", HELP)
-    parser.add_argument("--drift", default=DRIFTS, help=f"relative noise of rollout layers, list (default: {DRIFTS})")
+    parser.add_argument(
+        "--drift", type=sizes, default=DRIFTS, help=f"relative noise of rollout layers, list (default: {DRIFTS})"
+    )
     parser.add_argument("--forward", choices=("packed", "decode"), default="packed", help="how the rollout is run")
     args, overrides = parser.parse_known_args(argv)
     subject = build_subject(args, overrides)
-    data = measure(subject, args.batch_tokens, [float(size) for size in args.drift.split(",") if size], args.forward)
+    data = measure(subject, args.batch_tokens, args.drift, args.forward)
     path = write_result(args.out, "gap", provenance("gap", argv, subject.cfg, [subject.cfg.train.seed]), data)
     style.save(figure(data), path.with_suffix(".png"))
     print(tables(data))

@@ -26,6 +26,7 @@ from quads.lab.results import markdown, number, progress, provenance, write_resu
 from quads.lab.subject import Subject, build_subject, subject_parser
 from quads.model.config import ModelConfig
 from quads.model.model import MoEDecoder
+from quads.options import real
 from quads.quant.backend import choose_kernel
 from quads.quant.recipes import SITES, QuantSpec
 
@@ -155,18 +156,21 @@ def tables(data: dict[str, Any]) -> str:
 def main(argv: list[str]) -> None:
     parser = subject_parser("ratio", HELP)
     parser.add_argument("--sites", default="w13;w13,w2,qkv,o", help="sets of residual sites, separated by ;")
-    parser.add_argument("--cost", type=float, default=0.0, help="one ratio a set, of this cost (default: all ratios)")
+    parser.add_argument(
+        "--cost", type=real(low=0.0, high=1.0), default=0.0, help="one ratio a set, of this cost (default: all ratios)"
+    )
     args, overrides = parser.parse_known_args(argv)
-    if not 0 <= args.cost <= 1:
-        raise UserError(f"--cost {args.cost}: a share of the multiplications, between 0 and 1")
+    sets_of_sites = [tuple(sites.split(",")) for sites in args.sites.split(";")]
+    if not {site for sites in sets_of_sites for site in sites} <= SITES.keys():
+        raise UserError(f"--sites {args.sites}: sites are {', '.join(SITES)}; commas within a set, ; between sets")
     subject = build_subject(args, overrides)
     reference = evaluate(learner(subject, "nvfp4", "bf16"), subject.sequences, args.batch_tokens)
     run = functools.partial(evaluate, sequences=subject.sequences, batch_tokens=args.batch_tokens)
     sets = []
-    for sites in args.sites.split(";"):
-        subject.spec = replace(subject.spec, residual_sites=tuple(sites.split(",")))
+    for sites in sets_of_sites:
+        subject.spec = replace(subject.spec, residual_sites=sites)
         ratios = (ratio_at(subject.master.config, subject.spec, args.cost),) if args.cost else RATIOS
-        sets.append({"sites": sites.split(","), "rows": measure_ratios(subject, reference, run, ratios)})
+        sets.append({"sites": list(sites), "rows": measure_ratios(subject, reference, run, ratios)})
     kernel = choose_kernel(subject.cfg.rollout.kernel, subject.device, "w4a4_residual")
     data = {"batch": subject.facts, "kernel": kernel, "sets": sets}
     name = "ratio_cost" if args.cost else "ratio"

@@ -26,6 +26,7 @@ from quads.errors import UserError
 from quads.lab import curves, style
 from quads.lab.arms import Arm, Run, execute, plan
 from quads.lab.results import config_parser, markdown, number, progress, provenance, write_result
+from quads.options import real, whole
 from quads.rl.evaluate import standard_error
 
 HELP = "train the same config under each of the six recipes, and other arms; one table and one picture"
@@ -132,23 +133,24 @@ def table(summary: dict[str, dict[str, dict[str, float]]], several: bool) -> str
 def main(argv: list[str]) -> None:
     parser = config_parser("recipes", HELP)
     parser.set_defaults(out=Path("lab/recipes"))
-    parser.add_argument("--seeds", type=int, default=1, help="runs an arm, seeds 0, 1, ... (default: 1)")
+    parser.add_argument("--seeds", type=whole(1), default=1, help="runs an arm, seeds 0, 1, ... (default: 1)")
     parser.add_argument("--recipes", default=",".join(RECIPES), help="which, comma-separated (default: all six)")
     parser.add_argument(
         "--arm", nargs=2, action="append", default=[], metavar=("NAME", "OVERRIDES"), help="a further arm, see above"
     )
-    parser.add_argument("--jobs", type=int, default=1, help="runs at the same time (default: 1)")
-    parser.add_argument("--minutes", type=float, default=None, help="stop training then, and compare what there is")
-    parser.add_argument("--at", type=int, default=0, help="compare at this step (default: the last that all runs have)")
+    parser.add_argument("--jobs", type=whole(1), default=1, help="runs at the same time (default: 1)")
+    parser.add_argument(
+        "--minutes", type=real(above=0.0), default=None, help="stop training then, and compare what there is"
+    )
+    parser.add_argument(
+        "--at", type=whole(0), default=0, help="compare at this step (default: the last that all runs have)"
+    )
     parser.add_argument("--name", default="recipes", help="of JSON, table and picture (default: recipes)")
     args, overrides = parser.parse_known_args(argv)
     recipes = [name for name in args.recipes.split(",") if name]
     unknown = [name for name in recipes if name not in RECIPES]
-    if unknown or args.seeds < 1 or args.jobs < 1:
-        raise UserError(
-            f"--recipes {args.recipes} --seeds {args.seeds} --jobs {args.jobs}: use at least one seed and one job, and "
-            f"recipes of {RECIPES}"
-        )
+    if unknown:
+        raise UserError(f"--recipes {args.recipes}: use recipes of {RECIPES}")
     further = [Arm.parse(*words) for words in args.arm]
     arms = [*map(Arm.recipe, recipes), *further]
     names = [arm.name for arm in arms]

@@ -38,6 +38,7 @@ from quads.errors import UserError
 from quads.lab import style
 from quads.lab.results import config_argv, markdown, progress, provenance, write_result
 from quads.lab.subject import as_learner
+from quads.options import whole
 from quads.quant.recipes import ROLLOUTS, QuantSpec, resolve
 from quads.rl.evaluate import evaluate, standard_error
 from quads.rl.grading import Grading
@@ -225,19 +226,16 @@ def main(argv: list[str]) -> None:
     )
     parser.add_argument("--runs", nargs="+", type=Path, required=True, help="folders of train.py with a checkpoint")
     parser.add_argument("--rollouts", default="own,bf16,w4a16", help="comma-separated (default: own,bf16,w4a16)")
-    parser.add_argument("--prompts", type=int, default=512, help="held-out prompts, all sources (default: 512)")
-    parser.add_argument("--samples", type=int, default=2, help="responses to each (default: 2)")
-    parser.add_argument("--jobs", type=int, default=1, help="processes that judge at the same time (default: 1)")
+    parser.add_argument("--prompts", type=whole(1), default=512, help="held-out prompts, all sources (default: 512)")
+    parser.add_argument("--samples", type=whole(1), default=2, help="responses to each (default: 2)")
+    parser.add_argument("--jobs", type=whole(1), default=1, help="processes that judge at the same time (default: 1)")
     parser.add_argument("--out", type=Path, default=Path("lab"), help="folder for JSON, table and PNG (default: lab)")
     parser.add_argument("--name", default="scores", help="of these files (default: scores)")
     args, overrides = parser.parse_known_args(argv)
     rollouts = list(dict.fromkeys(name for name in args.rollouts.split(",") if name))
     unknown = [name for name in rollouts if name != "own" and name not in ROLLOUTS]
-    if unknown or not rollouts or min(args.prompts, args.samples, args.jobs) < 1:
-        raise UserError(
-            f"--rollouts {args.rollouts} --prompts {args.prompts} --samples {args.samples} --jobs {args.jobs}: name "
-            f"own or {', '.join(ROLLOUTS)}, and at least 1 for the others"
-        )
+    if unknown or not rollouts:
+        raise UserError(f"--rollouts {args.rollouts}: name own or {', '.join(ROLLOUTS)}")
     runs = [Policy.of_run(folder, overrides) for folder in args.runs]
     check_alike(runs)
     start = Policy(START, runs[0].seed, None, runs[0].cfg)

@@ -18,8 +18,10 @@ from quads.assemble import DTYPES, build_engine, build_model, check_vocabulary, 
 from quads.checkpoint import load_model_weights
 from quads.config import Config, load_config
 from quads.distributed import choose_device
+from quads.errors import UserError
 from quads.lab.results import config_argv, config_parser, progress
 from quads.model.model import MoEDecoder
+from quads.options import whole
 from quads.quant.learner import convert_learner, requantize
 from quads.quant.recipes import QuantSpec, resolve
 from quads.rl.tasks import build_task
@@ -93,16 +95,20 @@ class Subject:
     dtype: torch.dtype  # compute dtype of the learner
     sequences: Sequences
     facts: dict[str, object]  # what a result states about the batch
+    layer: int  # that a heat map shows
 
 
 def subject_parser(name: str, help: str) -> argparse.ArgumentParser:
     """`config_parser` with the options that choose checkpoint and batch."""
     parser = config_parser(name, help)
     parser.add_argument("--checkpoint", default="", help="run or checkpoint folder whose weights replace the config's")
-    parser.add_argument("--prompts", type=int, default=32, help="held-out prompts (default: 32)")
-    parser.add_argument("--samples", type=int, default=4, help="responses to each (default: 4)")
+    parser.add_argument("--prompts", type=whole(1), default=32, help="held-out prompts (default: 32)")
+    parser.add_argument("--samples", type=whole(1), default=4, help="responses to each (default: 4)")
     parser.add_argument(
-        "--batch-tokens", type=int, default=4096, help="tokens of one forward, which share one set of residual channels"
+        "--batch-tokens",
+        type=whole(1),
+        default=4096,
+        help="tokens of one forward, which share one set of residual channels",
     )
     parser.add_argument(
         "--sampler", choices=("bf16", "config"), default="bf16", help="rollout precision that draws the responses"
@@ -111,15 +117,21 @@ def subject_parser(name: str, help: str) -> argparse.ArgumentParser:
 
 
 @torch.no_grad()
-def build_subject(args: argparse.Namespace, overrides: list[str], native: bool = True) -> Subject:
+def build_subject(args: argparse.Namespace, overrides: list[str], native: bool = True, layer: int = -1) -> Subject:
     """Load the checkpoint and draw the responses, once, with the native engine or with the config's.
 
-    Raises UserError for what does not fit, as train.py does.
+    Args:
+        layer: the one to show, from 0; -1: the middle one.
+
+    Raises:
+        UserError: for what does not fit, as train.py does, and for a layer that the model does not have.
     """
     cfg = load_config(config_argv(args.config, overrides))
     spec = resolve(cfg.quant)
     device, dtype = choose_device(cfg.train.device, 0), DTYPES[cfg.model.dtype]
     model_config = load_model_config(cfg)
+    if layer >= model_config.num_layers:
+        raise UserError(f"--layer {layer}: the model has layers 0 to {model_config.num_layers - 1}")
     tokenizer = Tokenizer(cfg.model.tokenizer)
     check_vocabulary(tokenizer, model_config)
     task = build_task(cfg.task, cfg.sources, tokenizer, cfg.train.seed, cfg.rollout.max_prompt_tokens)
@@ -160,7 +172,8 @@ def build_subject(args: argparse.Namespace, overrides: list[str], native: bool =
         "seed": cfg.train.seed,
     }
     progress(f"{num_responses} responses to {len(prompts)} prompts, {len(sequences.targets)} response tokens")
-    return Subject(cfg, spec, master, tokenizer, device, dtype, sequences, facts)
+    shown = model_config.num_layers // 2 if layer < 0 else layer
+    return Subject(cfg, spec, master, tokenizer, device, dtype, sequences, facts, shown)
 
 
 def as_learner(master: MoEDecoder, spec: QuantSpec) -> MoEDecoder:

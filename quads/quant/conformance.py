@@ -44,7 +44,7 @@ def load_cases(path: str | Path) -> list[Case]:
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise UserError(f"{path} is not JSON ({error}); write the vectors again") from None
     if not isinstance(cases, list) or not cases:
-        raise UserError(f"{path} must hold a JSON list of at least one case; fields are in `{__name__}`")
+        raise UserError(f"{path} must hold a JSON list of cases, at least one; a case has {', '.join(NVFP4_FIELDS)}")
     for index, case in enumerate(cases):
         problem = _problem(case)
         if problem:

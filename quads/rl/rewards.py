@@ -20,12 +20,13 @@ from typing import Any
 
 from quads.config_sections import RewardSettings, SourceSettings
 from quads.errors import main_guard
+from quads.options import real, whole
 from quads.rl.code_reward import submit_program
 from quads.rl.code_tests import parse_tests
 from quads.rl.helpers import Verdict
 from quads.rl.judges import JudgePool
 from quads.rl.rows import BadRow, refuse_bad_rows
-from quads.rl.sandbox import Sandbox
+from quads.rl.sandbox import MECHANISMS, Sandbox
 from quads.rl.sources import read_jsonl
 from quads.types import Example
 
@@ -104,13 +105,15 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m quads.rl.rewards", description="Score responses of a JSONL file.")
     parser.add_argument("kind", choices=("math", "code"))
     parser.add_argument("file", type=Path)
-    parser.add_argument("--sandbox", default="auto", help="auto, namespaces, bubblewrap, landlock or none")
-    parser.add_argument("--time-s", type=float, default=None, help="seconds for one answer, or one test of a program")
-    parser.add_argument("--workers", type=int, default=0, help="processes (default: one for each core)")
+    parser.add_argument("--sandbox", choices=("auto", *MECHANISMS, "none"), default="auto", help="isolates programs")
+    parser.add_argument(
+        "--time-s", type=real(above=0.0), default=None, help="seconds for one answer, or one test of a program"
+    )
+    parser.add_argument("--workers", type=whole(0), default=0, help="processes (default: one for each core)")
     options = parser.parse_args(argv)
     examples = read_examples(options.kind, options.file)
     settings = RewardSettings(sandbox=options.sandbox, workers=options.workers)
-    if options.time_s:
+    if options.time_s is not None:
         settings = dataclasses.replace(settings, judge_time_s=options.time_s, code_time_s=options.time_s)
     pool = RewardPool(settings)
     try:

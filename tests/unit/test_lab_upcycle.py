@@ -188,7 +188,6 @@ def test_smollm2_as_transformers_reads_the_same_file(tmp_path):
     [
         (["--slices", "5"], "does not divide"),
         (["--active", "9"], "--active 9"),
-        (["--noise", "-1"], "at least 0"),
     ],
 )
 def test_sizes_that_do_not_fit_are_named(tmp_path, arguments, words):

@@ -117,7 +117,7 @@ def test_command(capsys):
     assert main(["--config", "configs/moe25b_quads.toml", "--gpus", "16", "--gpu-memory", "80"]) == 1
     with pytest.raises(SystemExit) as failed:
         main(["--config", "configs/moe25b_quads.toml", "--gpus", "many"])
-    assert failed.value.code == 2 and "--gpus = many must be a number above 0" in capsys.readouterr().err
+    assert failed.value.code == 2 and "--gpus many must be a whole number of at least 1" in capsys.readouterr().err
 
 
 def test_processes_on_one_machine_share_its_memory():

@@ -1,0 +1,41 @@
+"""Numbers on a command line, within bounds: what the types of argparse do not check.
+
+parser.add_argument("--jobs", type=whole(1))
+parser.add_argument("--minutes", type=real(above=0.0))
+"""
+
+import argparse
+import math
+from collections.abc import Callable
+
+
+def whole(low: int) -> Callable[[str], int]:
+    """A `type` for argparse: a whole number of at least `low`. ArgumentTypeError says so, and argparse exits with 2."""
+
+    def parse(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            value = low - 1
+        if value < low:
+            raise argparse.ArgumentTypeError(f"{text} must be a whole number of at least {low}")
+        return value
+
+    return parse
+
+
+def real(*, low: float = -math.inf, above: float = -math.inf, high: float = math.inf) -> Callable[[str], float]:
+    """The same for a finite number. `low` and `high` are inclusive, `above` is not."""
+    bounds = {"of at least": low, "above": above, "of at most": high}
+    wanted = " and ".join(f"{words} {bound:g}" for words, bound in bounds.items() if math.isfinite(bound))
+
+    def parse(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = math.nan
+        if not (math.isfinite(value) and low <= value <= high and value > above):
+            raise argparse.ArgumentTypeError(f"{text} must be a number {wanted}".rstrip())
+        return value
+
+    return parse
