@@ -45,7 +45,7 @@ class Mixture:
     Positions come in blocks of about 1024 that hold every source in exact proportion to its weight (at least once), in
     an order of their own; so both answers need no history.
 
-    Example: `Mixture([3, 1], seed=0)[5]` -> `(0, 4)`: the fifth row of source 0.
+    Example: `Mixture([3, 1], seed=0)[5]` -> `(0, 2)`: the third row of source 0.
     """
 
     def __init__(self, weights: list[float], seed: int):

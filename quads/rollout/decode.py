@@ -40,7 +40,7 @@ class Size(NamedTuple):
 def rounded(size: int, smallest: int, largest: int) -> int:
     """`size` rounded up to 1, 2, 3, 4, 6, 8, 12, 16, ... times `smallest`, at most `largest`.
 
-    Example: `rounded(70, 64, 1000)` is 128, `rounded(130, 64, 1000)` 192, `rounded(900, 64, 1000)` 1000.
+    Example: `rounded(70, 64, 1000)` -> `128`, `rounded(130, 64, 1000)` 192, `rounded(900, 64, 1000)` 1000.
     """
     step = smallest
     while step < size:

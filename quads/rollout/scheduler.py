@@ -19,7 +19,7 @@ from quads.types import Completion, Sampling
 class Waiting:
     """The requests that have not started, in order.
 
-    Example: `Waiting(2, 3)` holds requests 0 1 2 (prompt 0) and 3 4 5 (prompt 1); `take(4)` gives the first group only.
+    Example: `Waiting(2, 3).take(4, 8)` -> `[0, 1, 2]`: requests 3 4 5, of the second prompt, do not fit into 4 slots.
     """
 
     def __init__(self, num_prompts: int, n: int) -> None:
