@@ -40,6 +40,8 @@ class UpdateStats:
     skipped: bool
     tokens: int  # response tokens trained on
     clipped: int
+    cumulative_masked: int  # of these tokens; 0 where rl.cumulative_ratio_clip is off
+    kl_sum: float | None  # over these tokens, to the reference policy; None without one
     entropy_sum: float
     entropy_tokens: int
     learner_logprobs_N: Tensor  # of all response tokens, at the weights before the update
@@ -132,26 +134,27 @@ class Learner:
         """
         self.optimizer.zero_grad(set_to_none=True)
         denominator = max(denominator, 1.0)
-        sums = torch.zeros(7, dtype=torch.float64, device=self.device)  # read once: the host runs ahead of the GPU
+        sums = torch.zeros(9, dtype=torch.float64, device=self.device)  # read once: the host runs ahead of the GPU
         learner, rollout, finite = [], [], []
         for batch in microbatches:
             recording = batch.routed_experts_TLA is not None
             logprobs_N, entropy_N, recorded = self.forward_logprobs(self.model, batch, recording)
             loss, batch_sums = grpo_loss(logprobs_N, batch, self.loss_config, denominator)
             loss.backward()
-            counts = [loss.detach(), batch_sums["tokens"], batch_sums["clipped"], entropy_N.detach().sum()]
-            sums[:4] += torch.stack([count.to(sums.dtype) for count in counts])
-            sums[4] += len(entropy_N)
+            counts = [batch_sums[name] for name in ("tokens", "clipped", "cumulative_masked", "kl")]
+            counts += [loss.detach(), entropy_N.detach().sum()]
+            sums[:6] += torch.stack([count.to(sums.dtype) for count in counts])
+            sums[6] += len(entropy_N)
             if batch.routed_experts_TLA is not None:
                 same, total = routing_agreement(recorded, batch.routed_experts_TLA)
-                sums[5:] += torch.stack([same, total]).to(sums.dtype)
+                sums[7:] += torch.stack([same, total]).to(sums.dtype)
             learner.append(logprobs_N.detach())
             rollout.append(batch.rollout_logprobs_N)
             finite.append(batch.finite_N)
         if self.world is not None:
             self.world.all_reduce(sums)
         norm = float(clip_gradients(self.model.parameters(), self.optim.max_grad_norm, self.world))
-        loss_sum, tokens, clipped, entropy_sum, entropy_tokens, repeated, routes = sums.tolist()
+        tokens, clipped, masked, kl_sum, loss_sum, entropy_sum, entropy_tokens, repeated, routes = sums.tolist()
         lr = learning_rate(self.updates, self.optim.lr, self.warmup_updates, self.total_updates, self.optim.schedule)
         skipped = not (math.isfinite(loss_sum) and math.isfinite(norm))
         self._apply(lr, skipped)
@@ -162,6 +165,8 @@ class Learner:
             skipped=skipped,
             tokens=int(tokens),
             clipped=int(clipped),
+            cumulative_masked=int(masked),
+            kl_sum=None if self.reference is None else kl_sum,
             entropy_sum=entropy_sum,
             entropy_tokens=int(entropy_tokens),
             learner_logprobs_N=torch.cat(learner),
@@ -211,6 +216,10 @@ def merge_updates(updates: Sequence[UpdateStats], world: Distributed | None = No
     if first.routes:
         metrics["mismatch/router_agreement"] = first.routes_repeated / first.routes
     metrics["policy/ratio_clip_frac"] = sum(u.clipped for u in updates) / tokens
+    metrics["policy/cumulative_masked_frac"] = sum(u.cumulative_masked for u in updates) / tokens
+    kl_sums = [u.kl_sum for u in updates if u.kl_sum is not None]
+    if kl_sums:
+        metrics["policy/kl"] = sum(kl_sums) / tokens
     metrics["policy/entropy"] = sum(u.entropy_sum for u in updates) / max(sum(u.entropy_tokens for u in updates), 1)
     metrics["train/loss"] = sum(u.loss for u in updates) / len(updates)
     metrics["train/grad_norm"] = sum(u.grad_norm for u in updates) / len(updates)

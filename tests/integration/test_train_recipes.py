@@ -1,7 +1,9 @@
 """The loop of train.py on a tiny model: every recipe, what a run's folder holds, and what every option of it does."""
 
+import fnmatch
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +12,7 @@ import pytest
 from quads.checkpoint import latest_checkpoint
 from quads.config import load_config
 from quads.rl import evaluate
-from tests.helpers import run_command
+from tests.helpers import REPOSITORY, run_command
 from tests.tiny_run import computed, make_world, options, train_rows
 
 KEYS = """
@@ -51,6 +53,20 @@ def test_every_recipe_trains_three_steps(config: Path, tmp_path: Path, recipe: s
         assert row["train/grad_norm"] > 0 and row["train/skipped_updates"] == row["mismatch/nonfinite_tokens"] == 0
         assert (row["mismatch/logprob_abs_max"] < ROUNDING) == sides_agree
     assert ["eval/pass@1" in row for row in rows] == [False, True, True]  # every second step, and the last
+
+
+def test_the_readme_lists_every_metric(config: Path, tmp_path: Path) -> None:
+    options_that_add_some = {"rl__kl_coef": 0.1, "log__router_agreement": True}
+    (row,) = train_rows(config, tmp_path, train__steps=1, **options_that_add_some)
+    table = (
+        (REPOSITORY / "README.md").read_text(encoding="utf-8").partition("| metrics.jsonl |")[2].partition("\n\n")[0]
+    )
+    listed: list[str] = []
+    first_column = " ".join(re.findall(r"^\| (.*?) \|", table, re.MULTILINE))
+    for name in re.findall(r"`(.*?)`", first_column):
+        listed.append(listed[-1].rpartition("_")[0] + name if name.startswith("_") else name)
+    assert {"policy/kl", "mismatch/router_agreement", "eval/pass@1"} <= row.keys()
+    assert [key for key in row if key != "step" and not any(fnmatch.fnmatch(key, name) for name in listed)] == []
 
 
 def test_a_run_without_checkpoints(config: Path, base: list[dict[str, Any]], tmp_path: Path) -> None:
@@ -129,6 +145,9 @@ OPTIONS: dict[str, tuple[dict[str, Any], int | None]] = {
 def test_options_of_the_loop(config: Path, base: list[dict[str, Any]], tmp_path: Path, name: str) -> None:
     values, first = OPTIONS[name]
     rows = train_rows(config, tmp_path, train__steps=2, **values)
+    if name == "KL":
+        at_the_reference, moved_on = (row.pop("policy/kl") for row in rows)  # other runs have no such key
+        assert at_the_reference == 0.0 < moved_on
     same = [mine == theirs for mine, theirs in zip(computed(rows), computed(base), strict=True)]
     assert same == [first is None or step < first for step in (1, 2)]
     assert all(math.isfinite(row["train/loss"]) and row["train/grad_norm"] > 0 for row in rows)

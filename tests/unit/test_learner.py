@@ -131,8 +131,26 @@ def test_kl_pulls_back_to_the_reference():
         for p in learner.model.parameters():
             p.add_(0.05 * torch.randn(p.shape, generator=torch.Generator().manual_seed(p.numel())))
     learner.load_counters(learner.counters())  # quantizes the changed weights
-    losses = [learner.update(learner.add_fixed_logprobs(microbatches), denominator).loss for _ in range(8)]
-    assert losses[-1] < 0.5 * losses[0]
+    stats = [learner.update(learner.add_fixed_logprobs(microbatches), denominator) for _ in range(8)]
+    assert stats[-1].loss < 0.5 * stats[0].loss
+    # Advantages are 0 and kl_coef is 1, so the loss over tokens is the KL alone.
+    assert merge_updates(stats[:1])["policy/kl"] == pytest.approx(stats[0].loss, rel=1e-5)
+    assert "policy/kl" not in merge_updates([make_learner().update(microbatches, denominator)])
+
+
+def test_masked_tokens_are_reported():
+    (mb,), denominator = pack(make_samples(), 10_000, "sample")
+    shares = []
+    for limit in (0.0, 4.0):
+        learner = make_learner(rl=RLSettings(cumulative_ratio_clip=limit))
+        logprobs_N = learner.forward_logprobs(learner.model, mb)[0].detach()
+        outside = 0
+        for s in range(len(mb.lengths)) if limit else ():
+            total_N = (logprobs_N - mb.rollout_logprobs_N)[mb.sequence_N == s].cumsum(0).abs() > math.log(limit)
+            outside += int(total_N.cummax(0).values.sum())
+        shares.append(merge_updates([learner.update([mb], denominator)])["policy/cumulative_masked_frac"])
+        assert shares[-1] == outside / len(mb.targets_N)
+    assert shares[0] == 0.0 < shares[1] < 1.0
 
 
 def with_routes(samples, ids_of_layer):
