@@ -44,12 +44,6 @@ def assert_bitwise(actual: Tensor, expected: Tensor) -> None:
         )
 
 
-def sqnr_db(actual: Tensor, expected: Tensor) -> float:
-    """Signal to quantization noise, decibels."""
-    noise = (actual.double() - expected.double()).pow(2).sum()
-    return float(10 * torch.log10(expected.double().pow(2).sum() / noise))
-
-
 def free_port() -> int:
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))

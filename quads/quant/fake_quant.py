@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from quads.quant import nvfp4
-from quads.quant.weights import fp8_quantizer, qdq, qdq_fp8, weight_amax
+from quads.quant.weights import fp8_quantizer, qdq_fp8
 
 
 class _StraightThrough(torch.autograd.Function):
@@ -54,16 +54,6 @@ def straight_through(x: Tensor, value: Tensor) -> Tensor:
     (`x + (value - x).detach()` would round the sum and not be `value`.)
     """
     return _StraightThrough.apply(x, value.detach())  # pyright: ignore[reportReturnType]
-
-
-def fake_quantize_weight(w: Tensor, dtype: torch.dtype, mode: nvfp4.GlobalScaleMode = "pow2") -> Tensor:
-    """NVFP4 of bf16(w) for w [N, K], or [E, N, K] with one global scale an expert, in `dtype`. w is the master weight.
-
-    The weight has no sharing group here; the learner shares scales and packs once a step (see learner.py).
-    """
-    w_bf16 = w.detach().bfloat16()
-    g, gs = nvfp4.global_scale(weight_amax(w_bf16), mode)
-    return straight_through(w, qdq(w_bf16, g, mode, gs, dtype))
 
 
 def fake_quantize_rows(x: Tensor) -> Tensor:

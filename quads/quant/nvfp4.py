@@ -1,9 +1,9 @@
 """NVFP4 in plain torch: the specification that every kernel, the learner and both engines agree with, bit for bit.
 
 A tensor is cut into blocks of 16 consecutive elements along its last dimension K (the input dimension of a weight,
-the channels of an activation). An element is a 4-bit E2M1 code, a block has one E4M3 scale `sf`, a tensor (or a row,
-or an expert) has one fp32 scale `g`, and the value is `(e2m1 * sf) * g`. Every step below is IEEE fp32 with round to
-nearest even:
+the channels of an activation). An element is a 4-bit E2M1 code (a sign and 0, .5, 1, 1.5, 2, 3, 4 or 6), a block has
+one E4M3 scale `sf`, a tensor (or a row, or an expert) has one fp32 scale `g`, and the value is `(e2m1 * sf) * g`. Every
+step below is IEEE fp32 with round to nearest even:
 
     amax  = max |x| over what shares the global scale; non-finite elements do not count
     pow2  : g = 2 ** max(ceil(log2(amax / 2688)), -126), gs = 1 / g      both exact; 2688 = 6 * 448
@@ -41,8 +41,6 @@ E2M1_MAX = 6.0
 E4M3_MAX = 448.0
 RANGE = E2M1_MAX * E4M3_MAX  # 2688: the largest |value| when g == 1
 FLT_MAX = torch.finfo(torch.float32).max
-
-E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
 def finite_amax(x: Tensor, dim: int | tuple[int, ...] | None = None) -> Tensor:

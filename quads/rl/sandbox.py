@@ -83,7 +83,6 @@ class Outcome:
     """What one test did. verdict: ok, failed (exit status not 0), or the limit it broke: time, output, disk."""
 
     verdict: str
-    exit_code: int
     seconds: float
     stderr: str
     output: bytes  # stdout, or JSON of the returned value; empty unless verdict is ok
@@ -208,7 +207,7 @@ class Sandbox:
 def _outcome(frame: bytes) -> Outcome:
     (size,) = HEAD.unpack_from(frame)
     head = json.loads(frame[HEAD.size : HEAD.size + size])
-    return Outcome(head["verdict"], head["exit"], head["seconds"], head["stderr"], frame[HEAD.size + size :])
+    return Outcome(head["verdict"], head["seconds"], head["stderr"], frame[HEAD.size + size :])
 
 
 def _interpreter() -> str:

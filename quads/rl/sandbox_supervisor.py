@@ -3,7 +3,7 @@
 It is process 1 of the job's process namespace, or a child of the server where there is none. It reads the job from the
 trainer's pipe itself: code, inputs, never an expected output. After each test it sends a frame
 
-    8-byte length | 4-byte length of the head | head: JSON {verdict, exit, seconds, stderr} | stdout or returned value
+    8-byte length | 4-byte length of the head | head: JSON {verdict, seconds, stderr} | stdout or returned value
 
 and waits for `+` before the next one; an empty frame says that it has cleaned up. verdict: ok, failed, or the limit
 that was broken: time, output, disk.
@@ -73,14 +73,12 @@ def _run_test(
         os.close(fd)
     _, status, resources = usage
     produced = kept[ours[3] if job["function"] else ours[1]]
-    code = os.waitstatus_to_exitcode(status)
     if verdict == "" and len(produced) > limits.output:
         verdict = "output"
     if verdict == "" and resources.ru_utime + resources.ru_stime > limits.time_s:
         verdict = "time"
     report = {
-        "verdict": verdict or ("ok" if code == 0 else "failed"),
-        "exit": code,
+        "verdict": verdict or ("ok" if status == 0 else "failed"),
         "seconds": seconds,
         "stderr": bytes(kept[ours[2]][-STDERR_BYTES:]).decode(errors="replace"),
     }

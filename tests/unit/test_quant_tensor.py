@@ -151,12 +151,14 @@ def test_shared_scale_is_used_as_given():
 @pytest.mark.parametrize("shape", [(6, 40), (3, 4, 32)])
 @pytest.mark.parametrize("kind", ["nvfp4", "fp8"])
 def test_straight_through_weight(shape, kind):
-    fake = fake_quant.fake_quantize_weight if kind == "nvfp4" else fake_quant.fake_quantize_weight_fp8
-    tensor = NVFP4Tensor if kind == "nvfp4" else Float8BlockTensor
     w = weight(shape, torch.float32).requires_grad_()
-    out = fake(w, torch.bfloat16)
-    assert out.dtype == torch.bfloat16
-    assert torch.equal(out, tensor.from_hp(w.bfloat16()).dequantize())
+    if kind == "nvfp4":  # the learner has the packed weight already
+        value = NVFP4Tensor.from_hp(w.detach().bfloat16()).dequantize()
+        out = fake_quant.straight_through(w, value)
+    else:
+        value = Float8BlockTensor.from_hp(w.detach().bfloat16()).dequantize()
+        out = fake_quant.fake_quantize_weight_fp8(w, torch.bfloat16)
+    assert out.dtype == torch.bfloat16 and torch.equal(out, value)
     upstream = torch.randn(shape).bfloat16()
     out.backward(upstream)
     assert w.grad is not None and w.grad.dtype == torch.float32 and torch.equal(w.grad, upstream.float())
@@ -180,7 +182,8 @@ def test_gradient_through_a_linear_uses_the_quantized_operands():
     """y = fq(x) fq(W)^T: dW = g^T fq(x), dx = g fq(W), by hand."""
     x = torch.randn(3, 32, requires_grad=True)
     w = weight((5, 32), torch.float32).requires_grad_()
-    xq, wq = fake_quant.fake_quantize_rows(x), fake_quant.fake_quantize_weight(w, torch.float32)
+    xq = fake_quant.fake_quantize_rows(x)
+    wq = fake_quant.straight_through(w, nvfp4.qdq(w.detach().bfloat16()))
     g = torch.randn(3, 5)
     (xq @ wq.t()).backward(g)
     assert torch.equal(w.grad, g.t() @ nvfp4.qdq_rows(x.detach()))
