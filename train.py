@@ -19,7 +19,7 @@ from quads.config import Config, config_to_toml, load_config
 from quads.distributed import Distributed, init_distributed
 from quads.errors import main_guard
 from quads.measure import mfu, train_flops
-from quads.metrics import RunLog
+from quads.metrics import RunLog, import_wandb
 from quads.plot import plot_runs
 from quads.rl.advantage import group_advantages
 from quads.rl.evaluate import eval_metrics
@@ -34,6 +34,8 @@ def main(argv: list[str]) -> None:
     cfg = load_config(argv)
     with init_distributed(cfg.parallel, cfg.train) as world:
         check_run_folder(Path(cfg.train.out))
+        if cfg.log.wandb_project and world.is_main:
+            import_wandb()  # a missing package stops the run now, not after the weights are loaded
         parts = build_parts(cfg, world)
         if parts is None:
             world.print("dry run: config, data, tokenizer and memory are fine")
@@ -45,12 +47,14 @@ def main(argv: list[str]) -> None:
 
 
 def train(cfg: Config, parts: Parts, world: Distributed) -> None:
-    """All steps: learn, log, evaluate, save; until train.steps or SIGTERM."""
+    """All steps: learn, log, evaluate, save; until train.steps, SIGTERM or Ctrl-C."""
     out = Path(cfg.train.out)
     checkpointer = Checkpointer(out / "checkpoints", cfg.checkpoint, config_to_toml(cfg))
     state = checkpointer.resume(parts.learner)
     log = RunLog(out, cfg, state.step, world.device, world.is_main)
     parts.sync(state.policy_version)
+    if state.step >= cfg.train.steps:
+        world.print(f"all {cfg.train.steps} steps are done already; raise train.steps to go on")
     with StopRequest() as stop:
         while state.step < cfg.train.steps and not stop.requested:
             step = state.step + 1
@@ -67,6 +71,7 @@ def train(cfg: Config, parts: Parts, world: Distributed) -> None:
     log.close()
     if world.is_main:
         plot_runs([out], out / "plots" / "curves.png")
+    world.print(f"step {state.step} of {cfg.train.steps}; metrics, samples, checkpoints and plots are in {out}")
 
 
 def train_step(

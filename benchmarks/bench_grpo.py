@@ -83,6 +83,9 @@ def main(argv: list[str]) -> None:
     parser = ArgumentParser(description=__doc__, add_help=False, allow_abbrev=False)
     parser.add_argument("--config", default="configs/moe25b_quads.toml")
     parser.add_argument("--layers", type=int, default=0)
+    if {"--help", "-h"} & set(argv):
+        parser.print_help()
+        print("\nIt takes all options of train.py:\n")  # the keys of the config follow
     args, overrides = parser.parse_known_args(argv)
     stand_in = [word for key, text in STAND_IN.items() for word in (f"--{key}", text)]
     words = ["--config", args.config, "--train.out", "runs/bench_grpo", *stand_in, *overrides]

@@ -157,7 +157,7 @@ def find_checkpoint(path: Path) -> Path:
         if found is not None:
             return found
     if not path.exists():
-        raise UserError(f"checkpoint not found: {path}")
+        raise UserError(f"checkpoint not found: {path}; give the folder of a run or of a step_N in its checkpoints")
     if path.suffix == ".partial" or (path / "train_state.json").exists():
         raise UserError(
             f"checkpoint {path} is incomplete (its save was cut off); resume from an earlier one or from latest"

@@ -209,7 +209,8 @@ def _split_arguments(argv: list[str]) -> tuple[Path | None, list[tuple[str, str]
     while words:
         word = words.popleft()
         if not word.startswith("--"):
-            raise UserError(f"unexpected argument {word!r}; options look like --section.key value")
+            meant = f"write --config {word}" if word.endswith(".toml") else "options look like --section.key value"
+            raise UserError(f"unexpected argument {word!r}; {meant}")
         name, equals, value = word[2:].partition("=")
         if name == "dry-run" and not equals:
             dry_run = True

@@ -226,7 +226,8 @@ def _fsdp_size(parallel: ParallelSettings, size: int) -> int:
     if parallel.replicate * fsdp != size or fsdp % parallel.ep:
         raise UserError(
             f"[parallel] replicate = {parallel.replicate}, fsdp = {parallel.fsdp}, ep = {parallel.ep} do not fit "
-            f"{size} processes; replicate * fsdp must equal their number, and ep must divide fsdp"
+            f"{size} processes; replicate * fsdp must equal their number, and ep must divide fsdp: change these, or "
+            "start as many processes as they need with torchrun --nproc_per_node=N"
         )
     return fsdp
 

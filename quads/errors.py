@@ -9,13 +9,15 @@ from typing import ParamSpec, TypeVar
 P = ParamSpec("P")
 R = TypeVar("R")
 
+INTERRUPTED = 130  # 128 + SIGINT, as a shell reports it
+
 
 class UserError(Exception):
     """Bad input (config, data, paths, hardware). The message says what is wrong and what would fix it."""
 
 
 def main_guard(main: Callable[P, R]) -> Callable[P, R]:
-    """Wrap a command-line entry point: `UserError` becomes `error: ...` on stderr and exit code 2.
+    """Wrap a command-line entry point: `UserError` becomes `error: ...` on stderr and exit code 2, Ctrl-C code 130.
 
     Under torchrun, where all processes read the same bad input, the first of each machine reports for all.
     """
@@ -28,5 +30,9 @@ def main_guard(main: Callable[P, R]) -> Callable[P, R]:
             if os.environ.get("LOCAL_RANK", "0") == "0":
                 print(f"error: {error}", file=sys.stderr, flush=True)
             raise SystemExit(2) from None
+        except KeyboardInterrupt:
+            if os.environ.get("LOCAL_RANK", "0") == "0":
+                print("interrupted", file=sys.stderr, flush=True)
+            raise SystemExit(INTERRUPTED) from None
 
     return guarded

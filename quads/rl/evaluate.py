@@ -188,7 +188,11 @@ def format_side_by_side(results: dict[str, list[EvalResult]]) -> str:
 
 
 def take_option(argv: list[str], name: str) -> str:
-    """Remove `name VALUE` from a command line and return VALUE, "" when absent."""
+    """Remove `name VALUE` or `name=VALUE` from a command line and return VALUE, "" when absent."""
+    joined = next((word for word in argv if word.startswith(f"{name}=")), None)
+    if joined is not None:
+        argv.remove(joined)
+        return joined.partition("=")[2]
     if name not in argv:
         return ""
     at = argv.index(name)

@@ -34,16 +34,20 @@ class Tokenizer:
     def __init__(self, folder: str | Path):
         self.folder = Path(folder)
         if not self.folder.is_dir():
+            wrong = "is not a folder" if self.folder.exists() else "does not exist"
             raise UserError(
-                f"tokenizer folder {self.folder} does not exist; set [model] tokenizer or path to one that does"
+                f"tokenizer folder {self.folder} {wrong}; set [model] tokenizer or path to one with tokenizer.json"
             )
         file = self.folder / "tokenizer.json"
         if not file.is_file():
-            raise UserError(f"{self.folder} has no tokenizer.json; save the tokenizer in the fast format first")
+            raise UserError(
+                f"{self.folder} has no tokenizer.json; set [model] tokenizer to a folder that has one, or save this "
+                "one in the fast format"
+            )
         try:
             self._fast = FastTokenizer.from_file(str(file))
         except Exception as error:  # the Rust side raises bare Exception
-            raise UserError(f"{file} cannot be read as a tokenizer: {error}") from None
+            raise UserError(f"{file} cannot be read as a tokenizer ({error}); copy or save it again") from None
         self._fast.no_truncation()  # some published files switch these on
         self._fast.no_padding()
         settings = _read_json(self.folder / "tokenizer_config.json")

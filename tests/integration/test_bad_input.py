@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import shutil
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -343,6 +344,16 @@ def test_a_good_config_passes_the_dry_run_and_leaves_nothing(
     train.main(["--config", str(world / "tiny.toml"), "--train.out", str(tmp_path / "out"), "--dry-run"])
     assert capsys.readouterr().out.splitlines()[-1] == "dry run: config, data, tokenizer and memory are fine"
     assert snapshot(tmp_path) == before
+
+
+def test_wandb_without_the_package_stops_a_dry_run(
+    world: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)  # makes `import wandb` fail, installed or not
+    with pytest.raises(SystemExit) as ended:
+        train.main(["--config", str(world / "tiny.toml"), "--log.wandb_project", "p", "--dry-run"])
+    assert ended.value.code == 2
+    assert_says(capsys.readouterr().err, "wandb_project needs the package wandb: pip install wandb")
 
 
 def test_as_a_command() -> None:

@@ -76,7 +76,10 @@ def test_a_longer_run_goes_on_from_a_finished_one(config: Path, tmp_path: Path) 
     assert computed(longer) == computed(straight)
 
 
-def test_sigterm_finishes_the_step_saves_and_the_run_resumes(config: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_finishes_the_step_saves_and_the_run_resumes(
+    config: Path, tmp_path: Path, number: signal.Signals
+) -> None:
     out, values = tmp_path / "run", {"train__steps": 5, "checkpoint__every": 0}
     args = ["--config", str(config), *options(train__out=out, **values)]
     command = [sys.executable, "-u", "train.py", *args]
@@ -84,7 +87,7 @@ def test_sigterm_finishes_the_step_saves_and_the_run_resumes(config: Path, tmp_p
     assert process.stdout
     for line in process.stdout:
         if line.startswith("step 2/5"):
-            process.send_signal(signal.SIGTERM)
+            process.send_signal(number)
             break
     process.stdout.read()
     assert process.wait(60) == 0

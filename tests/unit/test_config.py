@@ -98,6 +98,7 @@ def test_resume_alone_means_latest(toml: str) -> None:
         (["--drun"], "unknown option --drun; nearest valid one: --dry-run"),
         (["--train.steps.more", "5"], "unknown option --train.steps.more; nearest valid one: train.steps"),
         (["stray"], "unexpected argument 'stray'"),
+        (["configs/x.toml"], "unexpected argument 'configs/x.toml'; write --config configs/x.toml"),
         (["--train.steps"], "--train.steps needs a value"),
         (["--train.steps", "five"], "[train] steps = 'five': must be an integer >= 1"),
         (["--train.steps", "1.5"], "[train] steps = '1.5': must be an integer >= 1"),
@@ -270,10 +271,17 @@ def test_user_errors_end_a_command_with_code_2_and_one_line(capsys: pytest.Captu
     def main(argv: list[str]) -> None:
         load_config(argv)
 
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
     with pytest.raises(SystemExit) as exit_info:
         main(["--train.stpes", "5"])
     assert exit_info.value.code == 2
     assert capsys.readouterr().err == "error: unknown option --train.stpes; nearest valid one: train.steps\n"
+    with pytest.raises(SystemExit) as exit_info:
+        main_guard(interrupted)()
+    assert exit_info.value.code == 130
+    assert capsys.readouterr().err == "interrupted\n"
     with pytest.raises(SystemExit) as exit_info:
         main(["--help"])
     assert exit_info.value.code == 0

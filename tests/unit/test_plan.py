@@ -12,6 +12,7 @@ from quads.memory_learner import layer_activations
 from quads.model.config import ARCHITECTURES
 from quads.plan import count_local_sizes, describe, main, make_plan, rollout_rate, ways_to_fit
 from quads.quant.recipes import resolve
+from quads.rl.evaluate import take_option
 
 MOE25B = ARCHITECTURES["moe25b_a3b"]
 
@@ -130,3 +131,17 @@ def test_processes_on_one_machine_share_its_memory():
     check_memory(estimate, torch.device("cpu"))
     with pytest.raises(UserError, match="use more processes"):
         check_memory(estimate, torch.device("cpu"), processes_here=1_000_000)
+
+
+def test_help_names_the_options_of_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_info:
+        main(["--help"])
+    assert exit_info.value.code == 0
+    text = capsys.readouterr().out
+    assert all(option in text for option in ("--gpus N", "--gpu-memory GiB", "--response-tokens N", "--rl.group_size"))
+
+
+def test_an_option_and_its_value_may_be_one_word() -> None:
+    words = ["--gpus=4", "--config", "x.toml", "--out", "y"]
+    assert (take_option(words, "--gpus"), take_option(words, "--out")) == ("4", "y")
+    assert words == ["--config", "x.toml"]
