@@ -18,8 +18,9 @@ from quads.checkpoint import Checkpointer, TrainState
 from quads.config import Config, config_to_toml, load_config
 from quads.distributed import Distributed, init_distributed
 from quads.errors import main_guard
-from quads.measure import mfu, train_flops
+from quads.measure import mfu
 from quads.metrics import RunLog, import_wandb
+from quads.model.flops import train_flops
 from quads.plot import plot_runs
 from quads.rl.advantage import group_advantages
 from quads.rl.evaluate import eval_metrics

@@ -11,7 +11,7 @@ cases: bf16 beside quads in three settings.
 Each case also prints the loss and gradient norm of its first update: cases with the same total of sequences agree to
 bf16 rounding, whatever the number of GPUs, gathers, checkpointing and compilation.
 
-FLOPs are the model's (quads.measure.train_flops); recomputation is not counted. MFU is against 989 TFLOP/s (dense bf16
+FLOPs are the model's (quads.model.flops); recomputation is not counted. MFU is against 989 TFLOP/s (dense bf16
 of an H200's data sheet) and beside it against 789, what a large matmul reaches there.
 """
 
@@ -38,9 +38,9 @@ from quads.config_sections import (
     TrainSettings,
 )
 from quads.distributed import Distributed, init_distributed
-from quads.measure import train_flops
 from quads.memory import GIB, estimate_memory
 from quads.model.config import ARCHITECTURES, ModelConfig
+from quads.model.flops import train_flops
 from quads.model.model import MoEDecoder
 from quads.model.parallelize import parallelize, write_part
 from quads.quant.learner import QATExperts, QATLinear, convert_learner

@@ -94,7 +94,8 @@ def describe_range(cls: type, name: str) -> str:
         length = f"{key.limits['length']} " if "length" in key.limits else ""
         kind = f"a list of {length}{kind.split()[-1]}s"
     signs = {"low": ">=", "above": ">", "high": "<="}
-    bounds = [f"{sign} {key.limits[limit]:g}" for limit, sign in signs.items() if limit in key.limits]
+    limits = [(sign, key.limits[limit]) for limit, sign in signs.items() if limit in key.limits]
+    bounds = [f"{sign} {limit}" if isinstance(limit, int) else f"{sign} {limit:g}" for sign, limit in limits]
     return f"{kind} {' and '.join(bounds)}".strip()
 
 

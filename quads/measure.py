@@ -3,12 +3,10 @@
 import resource
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
-
-from quads.model.config import ModelConfig
 
 # Dense bf16 tensor-core peak, FLOP/s, from NVIDIA's data sheets (without sparsity).
 PEAK_BF16_FLOPS = {"H100": 989e12, "H200": 989e12, "B200": 2250e12, "GB200": 2500e12, "B300": 2250e12, "A100": 312e12}
@@ -59,19 +57,6 @@ def peak_memory_gib(device: torch.device) -> float:
         return peak / 2**30
     unit = 1 if sys.platform == "darwin" else 1024  # ru_maxrss is in bytes on macOS, in KiB on Linux
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
-
-
-def train_flops(config: ModelConfig, lengths: Iterable[int]) -> float:
-    """Model FLOPs of forward and backward over sequences of so many tokens; what is computed again is not counted.
-
-    A token: 6 for each parameter that it meets (not the embedding, a table). A pair of tokens of which one attends to
-    the other: 12 for each channel of each head of each layer; a sequence of L tokens has L * L / 2.
-    """
-    c, sizes = config, list(lengths)
-    table = 0 if c.tie_embeddings else c.vocab_size * c.hidden_size  # a tied one is the output head, too
-    active = c.num_parameters()[1] - table
-    attention = 12 * c.num_layers * c.num_heads * c.head_dim
-    return 6.0 * active * sum(sizes) + attention * sum(size * size for size in sizes) / 2
 
 
 def mfu(flops_per_s: float, device: torch.device) -> float | None:

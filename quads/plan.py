@@ -20,9 +20,9 @@ from quads.assemble import DTYPES, check_sample_count, load_model_config
 from quads.config import Config, load_config
 from quads.distributed import imagined_processes
 from quads.errors import UserError, main_guard
-from quads.measure import train_flops
 from quads.memory import GIB, MemoryEstimate, estimate_memory
 from quads.model.config import ModelConfig
+from quads.model.flops import train_flops
 from quads.model.model import MoEDecoder
 from quads.model.parallelize import local_tensor, parallelize
 from quads.options import real, whole

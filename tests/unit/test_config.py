@@ -103,6 +103,7 @@ def test_resume_alone_means_latest(toml: str) -> None:
         (["--train.steps", "five"], "[train] steps = 'five': must be an integer >= 1"),
         (["--train.steps", "1.5"], "[train] steps = '1.5': must be an integer >= 1"),
         (["--train.steps", "0"], "[train] steps = 0: must be an integer >= 1"),
+        (["--train.seed", "-1"], "[train] seed = -1: must be an integer >= 0 and <= 2147483647"),
         (["--optim.lr", "nan"], "[optim] lr = nan: must be a number >= 0"),
         (["--optim.lr", "-1e-6"], "[optim] lr = -1e-06: must be a number >= 0"),
         (["--rollout.temperature", "0"], "[rollout] temperature = 0.0: must be a number > 0"),

@@ -13,9 +13,10 @@ import torch
 from quads.config import Config, load_config
 from quads.config_sections import LogSettings, TrainSettings
 from quads.errors import UserError
-from quads.measure import Timers, mfu, peak_memory_gib, train_flops
+from quads.measure import Timers, mfu, peak_memory_gib
 from quads.metrics import RunLog, console_line
 from quads.model.config import ModelConfig
+from quads.model.flops import train_flops
 from quads.run_folder import git_commit, open_run_folder, read_rows
 from quads.types import Completion, Example
 
