@@ -15,7 +15,6 @@ import torch
 
 from quads.checkpoint import find_checkpoint, load_model_weights
 from quads.config import Config
-from quads.config_sections import RolloutSettings
 from quads.distributed import Distributed, derive_seed
 from quads.errors import UserError
 from quads.memory import MemoryEstimate, check_memory, estimate_memory, format_estimate
@@ -124,7 +123,7 @@ def build_parts(cfg: Config, world: Distributed, checkpoint: str = "") -> Parts 
         HFCheckpoint(cfg.model.path, model_config)  # reads the files' headers alone
     if cfg.checkpoint.resume not in ("", "latest"):
         find_checkpoint(Path(cfg.checkpoint.resume))
-    check_engine(cfg.rollout, model_config, world.size)
+    check_engine(cfg, model_config, spec, world)
     if cfg.eval.every and not task.eval_set(1):
         raise UserError("[eval] every is set but no source has test rows; raise its eval_rows, or set every = 0")
     if cfg.dry_run:
@@ -199,16 +198,23 @@ def check_vocabulary(tokenizer: Tokenizer, model_config: ModelConfig) -> None:
         )
 
 
-def check_engine(rollout: RolloutSettings, model_config: ModelConfig, num_processes: int) -> None:
-    """Importing vLLM takes long, so this only looks for it."""
+def check_engine(cfg: Config, model_config: ModelConfig, spec: QuantSpec, world: Distributed) -> None:
+    """Can the rollout engine do what the config asks? Importing vLLM takes long, so this only looks for it."""
+    rollout = cfg.rollout
     if rollout.tensor_parallel > 1 and rollout.engine != "vllm":
         raise UserError(
             f"[rollout] tensor_parallel = {rollout.tensor_parallel} needs engine = 'vllm'; each process of the "
             "native engine holds all weights"
         )
-    if rollout.engine == "vllm" and importlib.util.find_spec("vllm") is None:
-        raise UserError("[rollout] engine = 'vllm' needs the extra: pip install -e '.[vllm]'; 'native' needs nothing")
-    check_tensor_parallel(rollout.tensor_parallel, model_config, num_processes)
+    if rollout.engine == "vllm":
+        from quads.rollout.vllm_limits import check_settings
+
+        check_settings(spec, rollout, cfg.wants_routes, world.device)
+        if importlib.util.find_spec("vllm") is None:
+            raise UserError(
+                "[rollout] engine = 'vllm' needs the extra: pip install -e '.[vllm]'; 'native' needs nothing"
+            )
+    check_tensor_parallel(rollout.tensor_parallel, model_config, world.size)
 
 
 def check_sample_count(cfg: Config, world: Distributed) -> None:

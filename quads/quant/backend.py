@@ -2,8 +2,7 @@
 
     reference  plain torch, anywhere (linear.py)
     triton     kernels for a CUDA GPU: native FP4 on compute capability 10.x, elsewhere 4-bit operands are decoded to
-    bf16
-               in registers ("emulated"). They serve w4a16, w4a4 and w4a4_residual
+               bf16 in registers ("emulated"). They serve w4a16, w4a4 and w4a4_residual
 
 Triton is imported when asked for, never by importing this module.
 """

@@ -42,7 +42,13 @@ from quads.rollout.vllm_lifecycle import (
     others_on_the_gpu,
     untouched_rng,
 )
-from quads.rollout.vllm_limits import check_cpu_attention, graph_sizes, kv_cache_bytes, refuse_second_engine
+from quads.rollout.vllm_limits import (
+    check_cpu_attention,
+    check_settings,
+    graph_sizes,
+    kv_cache_bytes,
+    refuse_second_engine,
+)
 from quads.rollout.vllm_models import register_models
 from quads.rollout.vllm_options import PluginOptions
 from quads.rollout.vllm_plugin import register
@@ -83,10 +89,7 @@ class VLLMEngine:
         self._keep_group = in_process_group()  # of the trainer; vLLM makes its own where there is none
         self._asleep: set[str] = set()  # parts of the memory that the trainer has
         self._returns_routing = routed_experts
-        if routed_experts and device.type == "cpu":
-            raise UserError(
-                "vLLM returns routed experts only on a GPU; set rl.routing_replay = false or rollout.engine = 'native'"
-            )
+        check_settings(spec, rollout, routed_experts, device)
         options = PluginOptions.of(spec)
         self._max_tokens = rollout.max_prompt_tokens + rollout.max_new_tokens
         arguments: dict[str, Any] = {

@@ -9,6 +9,8 @@ from quads.config_sections import RolloutSettings
 from quads.errors import UserError
 from quads.memory import GIB
 from quads.model.config import ModelConfig
+from quads.quant.recipes import QuantSpec
+from quads.rollout.vllm_options import PluginOptions
 
 
 def kv_cache_bytes(config: ModelConfig, rollout: RolloutSettings, dtype: torch.dtype) -> int:
@@ -28,6 +30,21 @@ def graph_sizes(max_batch: int) -> list[int]:
     """
     sizes = [1, 2, 4, 8, 16, *range(32, 256, 32), *range(256, max_batch + 256, 128)]
     return [*(size for size in sizes if size < max_batch), max_batch]
+
+
+def check_settings(spec: QuantSpec, rollout: RolloutSettings, routed_experts: bool, device: torch.device) -> None:
+    """Raises UserError for what a config asks of this engine and it cannot do. Needs no vLLM, and no memory."""
+    PluginOptions.of(spec)  # refuses fp8
+    if rollout.kernel != "auto":
+        raise UserError(
+            f"[rollout] kernel = {rollout.kernel!r} is of the native engine; leave it \"auto\" with engine = 'vllm', "
+            "which takes the kernels that its banner names"
+        )
+    if routed_experts and device.type == "cpu":
+        raise UserError(
+            "vLLM returns routed experts only on a GPU; set rl.routing_replay and log.router_agreement to false, or "
+            "rollout.engine = 'native'"
+        )
 
 
 def refuse_second_engine(device: torch.device) -> None:

@@ -239,6 +239,17 @@ CASES = {
     "shared weights in the native engine": Case(
         "tensor_parallel = 2 needs engine = 'vllm'", {"rollout__tensor_parallel": 2}
     ),
+    "fp8 in vLLM": Case(
+        "engine = 'vllm' has no fp8 that matches the learner's; use rollout.engine = 'native'",
+        {"rollout__engine": "vllm", "quant__recipe": "fp8"},
+    ),
+    "routes of vLLM on a CPU": Case(
+        "vLLM returns routed experts only on a GPU", {"rollout__engine": "vllm", "log__router_agreement": "true"}
+    ),
+    "kernels of the native engine in vLLM": Case(
+        "kernel = 'reference' is of the native engine; leave it \"auto\"",
+        {"rollout__engine": "vllm", "rollout__kernel": "reference"},
+    ),
     "kernel without a GPU": Case("the triton backend needs a CUDA GPU", {"rollout__kernel": "triton"}),
     "kernel of another precision": Case(
         '"triton" serves w4a16, w4a4, w4a4_residual, not fp8', {"rollout__kernel": "triton", "quant__recipe": "fp8"}
