@@ -66,6 +66,7 @@ class Parts:
         self.engine.wake()
 
     def sampling(self, temperature: float) -> Sampling:
+        """Up to rollout.max_new_tokens, ended by any of the tokenizer's stop tokens."""
         return Sampling(self.cfg.rollout.max_new_tokens, temperature, self.tokenizer.eos_ids)
 
     def request_seeds(self, purpose: str, prompts: range, samples: int) -> list[int]:
@@ -92,6 +93,7 @@ class Parts:
         return evaluate(self.engine.generate, grading, samples, sampling, seeds, gather)
 
     def close(self) -> None:
+        """End the graders' processes and free the engine's memory. The learner stays as it is."""
         self.rewards.close()
         self.engine.close()
 
@@ -177,11 +179,13 @@ def check_run_memory(cfg: Config, model_config: ModelConfig, spec: QuantSpec, wo
 
 
 def processes_of_this_machine() -> int:
+    """How many of the run's processes share this machine's CPU and memory, as torchrun says."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
 def load_model_config(cfg: Config) -> ModelConfig:
-    """The architecture: of the folder [model] path, or the built-in one named by [model] arch."""
+    """The architecture: of the folder [model] path, or the built-in one named by [model] arch. UserError if there is
+    no such folder or name, or the folder's config.json is none of a model that this decoder can be."""
     if cfg.model.path:
         return load_config(cfg.model.path)
     if cfg.model.arch not in ARCHITECTURES:
@@ -190,7 +194,7 @@ def load_model_config(cfg: Config) -> ModelConfig:
 
 
 def check_vocabulary(tokenizer: Tokenizer, model_config: ModelConfig) -> None:
-    """A token id beyond the embedding would fail deep inside the model."""
+    """UserError for a tokenizer with ids beyond the embedding, which would fail deep inside the model."""
     if tokenizer.vocab_size > model_config.vocab_size:
         raise UserError(
             f"the tokenizer has {tokenizer.vocab_size} tokens but the model's vocabulary is {model_config.vocab_size}; "
@@ -199,7 +203,8 @@ def check_vocabulary(tokenizer: Tokenizer, model_config: ModelConfig) -> None:
 
 
 def check_engine(cfg: Config, model_config: ModelConfig, spec: QuantSpec, world: Distributed) -> None:
-    """Can the rollout engine do what the config asks? Importing vLLM takes long, so this only looks for it."""
+    """UserError where the rollout engine cannot do what the config asks, or is not installed. Importing vLLM takes
+    long, so this only looks for it."""
     rollout = cfg.rollout
     if rollout.tensor_parallel > 1 and rollout.engine != "vllm":
         raise UserError(
@@ -218,7 +223,8 @@ def check_engine(cfg: Config, model_config: ModelConfig, spec: QuantSpec, world:
 
 
 def check_sample_count(cfg: Config, world: Distributed) -> None:
-    """Every process rolls out a prompt at least, and trains on equally many responses of a mini-batch."""
+    """UserError unless every process rolls out a prompt at least, and trains on equally many responses of a
+    mini-batch."""
     if cfg.rl.prompts_per_step < world.size:
         raise UserError(
             f"[rl] prompts_per_step = {cfg.rl.prompts_per_step} is fewer than the {world.size} processes, which each "

@@ -71,10 +71,12 @@ class Distributed:
         return self.rank == 0
 
     def print(self, *words: object) -> None:
+        """`print` in the first process, at once; nothing in the others."""
         if self.is_main:
             print(*words, flush=True)
 
     def barrier(self) -> None:
+        """Wait until every process is here."""
         if self.size > 1:
             dist.barrier()
 

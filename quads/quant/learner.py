@@ -135,6 +135,7 @@ class Group:
     members: dict[str, tuple[nn.Module, str]] = field(default_factory=dict)  # parameter name -> (module, leaf)
 
     def parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """(name, master weight) of each member."""
         for name, (module, leaf) in self.members.items():
             yield name, getattr(module, leaf)
 

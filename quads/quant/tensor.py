@@ -38,6 +38,7 @@ class QuantizedTensor(TorchAOBaseTensor):
 
     @property
     def bits_per_weight(self) -> float:
+        """Storage of all parts over the elements of the weight, padding and scales included."""
         return sum(part.nbytes for part in self.parts.values()) * 8 / max(1, self.numel())
 
     def to_plain(self, name: str) -> dict[str, Tensor]:

@@ -44,9 +44,9 @@ class UpdateStats:
     kl_sum: float | None  # over these tokens, to the reference policy; None without one
     entropy_sum: float
     entropy_tokens: int
-    learner_logprobs_N: Tensor  # of all response tokens, at the weights before the update
-    rollout_logprobs_N: Tensor
-    finite_N: Tensor
+    learner_logprobs_N: Tensor  # fp32, of all response tokens, at the weights before the update
+    rollout_logprobs_N: Tensor  # fp32, the engine's; 0 where they were not finite
+    finite_N: Tensor  # bool, the engine's were finite
     routes_repeated: int  # expert choices of the rollout that the learner's routers repeat
     routes: int  # and all of them; 0 where the engine did not return any
 
@@ -56,7 +56,8 @@ class Learner:
 
     Args:
         model: fp32 parameters on their device, `model.dtype` for activations. Converted in place to `spec`'s learner
-            side, unless it was before.
+            side, unless it was before, and quantized.
+        optim, rl: these sections of the config.
         temperature: the rollout's; log-probs are of softmax(logits / temperature).
         steps, updates_per_step: of the whole run, for the schedule.
         reference: a frozen copy of the starting model, only for rl.kl_coef > 0.
@@ -96,6 +97,7 @@ class Learner:
 
     @property
     def device(self) -> torch.device:
+        """Where the master weights are."""
         return next(self.model.parameters()).device
 
     def forward_logprobs(
@@ -206,8 +208,8 @@ class Learner:
 
 
 def merge_updates(updates: Sequence[UpdateStats], world: Distributed | None = None) -> dict[str, float]:
-    """Metrics of a step from its updates. The log-prob gap is that of the first update alone: later ones see weights
-    that the rollout never had."""
+    """Metrics of a step from its updates, at least one. The log-prob gap is that of the first alone: later ones see
+    weights that the rollout never had. Collective: with `world`, log-probs of all processes are gathered."""
     first = updates[0]
     tokens = max(sum(u.tokens for u in updates), 1)
     logprobs = (first.learner_logprobs_N.cpu(), first.rollout_logprobs_N.cpu(), first.finite_N.cpu())

@@ -31,6 +31,7 @@ class Sample:
 
     @property
     def num_tokens(self) -> int:
+        """Prompt and response."""
         return len(self.prompt_ids) + len(self.completion.token_ids)
 
 
@@ -52,6 +53,7 @@ class Microbatch:
     ref_logprobs_N: Tensor | None = None  # fp32, the reference policy's (rl.kl_coef > 0)
 
     def to(self, device: torch.device) -> "Microbatch":
+        """A copy whose tensors are on the device."""
         moved = {f.name: getattr(self, f.name) for f in fields(self)}
         return replace(self, **{k: v.to(device) for k, v in moved.items() if isinstance(v, Tensor)})
 
@@ -88,9 +90,14 @@ def pack(
     sum(loss) / denominator gives the same gradient for every split. Samples that are not trained on count too under
     the sample average: a group without spread dilutes the step, it does not amplify the others.
 
+    Args:
+        samples: each with at least one prompt token and one response token.
+        microbatch_tokens: budget of one forward, prompts included.
+        at_least: micro-batches to make, if there are as many samples: sharded processes need equally many.
+
     Returns:
-        micro-batches (`at_least` so many) of at most `microbatch_tokens` tokens (a longer sequence stands alone), and
-        the denominator: 0 if there is nothing to train on.
+        micro-batches of at most `microbatch_tokens` tokens (a longer sequence stands alone), and the denominator: the
+        number of samples ("sample"), or of tokens that are trained on, which may be 0 ("token").
     """
     groups = split_by_tokens([s.num_tokens for s in samples], microbatch_tokens, at_least)
     microbatches = [_pack_group([samples[i] for i in group], loss_average) for group in groups]

@@ -33,6 +33,7 @@ class Launched:
 
     @classmethod
     def copy(cls, requests: Tensor, results: Tensor, routing: Tensor | None = None) -> "Launched":
+        """Start copying `results`, which the next step overwrites, to the host."""
         if not results.is_cuda:
             return cls(requests, results.clone(), routing, None)
         host = torch.empty(results.shape, dtype=results.dtype, pin_memory=True)

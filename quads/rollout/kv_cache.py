@@ -55,6 +55,7 @@ class Prefix:
         return cls(cache.k[:, slot, :length].clone(), cache.v[:, slot, :length].clone(), logits_V.clone())
 
     def write(self, cache: KVCache, slots: list[int]) -> None:
+        """Into the first P cells of each of these slots."""
         length = self.k.shape[1]
         for store, kept in ((cache.k, self.k), (cache.v, self.v)):
             store[:, torch.tensor(slots, device=kept.device), :length] = kept[:, None]

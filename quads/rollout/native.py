@@ -77,6 +77,7 @@ class NativeEngine:
 
     @property
     def decoder(self) -> Decoder:
+        """The KV cache and the step that decodes it. RuntimeError while the engine sleeps."""
         if self._decoder is None or not self._awake:
             raise RuntimeError("the engine sleeps; call wake() first")
         return self._decoder
@@ -126,6 +127,7 @@ class NativeEngine:
         self.policy_version = version
 
     def checksums(self) -> dict[str, int]:
+        """See `engine.Engine`."""
         return {name: checksum(tensor) for name, tensor in named_weights(self.model)}
 
     def sleep(self) -> None:
@@ -143,12 +145,14 @@ class NativeEngine:
         return cache.k.nbytes + cache.v.nbytes <= KEPT_SHARE * total
 
     def wake(self) -> None:
+        """Allocate the KV cache again, if it was freed. UserError, before allocating, if it does not fit."""
         self._awake = True
         if self._decoder is None:
             cache = allocate(self._config, self._rollout.max_batch, self._max_len, self.dtype, self.device)
             self._decoder = Decoder(self.model, cache, self._graphs, self._warm)
 
     def close(self) -> None:
+        """Free the KV cache; generating is refused from now on."""
         self.sleep()
         self._decoder = None
         self._complete = False

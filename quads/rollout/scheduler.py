@@ -81,10 +81,12 @@ class Batch:
 
     @property
     def num_busy(self) -> int:
+        """Slots whose response goes on, as far as the host knows."""
         return self.size - len(self.holes)
 
     @property
     def num_free(self) -> int:
+        """Slots for new requests, holes included."""
         return self.num_slots - self.num_busy
 
     def longest(self) -> int:

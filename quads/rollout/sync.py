@@ -104,5 +104,6 @@ def load_all(
 
 
 def listed(names: list[str]) -> str:
+    """The first SHOWN names for a message, and how many more there are."""
     more = len(names) - SHOWN
     return ", ".join(names[:SHOWN]) + (f" and {more} more" if more > 0 else "")
