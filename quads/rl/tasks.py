@@ -214,7 +214,10 @@ def _left_out(row_filter: RowFilter, reader: RowReader) -> str:
 
 def _no_rows(name: str, what: str, row_filter: RowFilter, reader: RowReader) -> UserError:
     left_out = _left_out(row_filter, reader) or "none"
-    return UserError(f"[sources.{name}] has no usable {what} rows; left out: {left_out}; read from {reader.place}")
+    return UserError(
+        f"[sources.{name}] has no usable {what} rows; left out: {left_out}; read from {reader.place}. Give it more, or "
+        "loosen what left them out: the filters of the source, or [rollout] max_prompt_tokens"
+    )
 
 
 class _GeneratedRows:
