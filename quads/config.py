@@ -2,7 +2,7 @@
 
 Order of precedence: `--section.key value` over the TOML of `--config` over the defaults in `quads.config_sections`.
 Everything is strict: an unknown key, a wrong type, a value out of range or a contradiction is a `UserError` that names
-the place and the fix. This module imports no torch, so that `--help` and config errors answer at once.
+the place and the fix. This module imports no torch: a program without it reads and checks a config in no time.
 """
 
 import dataclasses
