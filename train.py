@@ -72,7 +72,7 @@ def train(cfg: Config, parts: Parts, world: Distributed) -> None:
     log.close()
     if world.is_main:
         plot_runs([out], out / "plots" / "curves.png")
-    world.print(f"step {state.step} of {cfg.train.steps}; metrics, samples, checkpoints and plots are in {out}")
+    world.print(f"ended at step {state.step} of {cfg.train.steps}; metrics, samples, checkpoints, plots are in {out}")
 
 
 def train_step(

@@ -101,6 +101,7 @@ def test_the_folder_of_a_run(config: Path, tmp_path: Path) -> None:
     banner = next(line for line in done.stdout.splitlines() if line.startswith("experts w13"))
     assert banner.split("  ")[-1] == "reference (plain torch)" and "residual of 0.5" in banner
     assert "memory estimate" in done.stdout
+    assert f"ended at step 3 of 3; metrics, samples, checkpoints, plots are in {out}" in done.stdout
 
     assert {path.name for path in out.iterdir()} == {
         "config.toml", "metrics.jsonl", "samples.jsonl", "checkpoints", "tb", "plots"
