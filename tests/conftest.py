@@ -3,6 +3,7 @@
 import importlib.util
 import os
 import random
+import signal
 from typing import Any
 
 import numpy
@@ -15,6 +16,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        # A shell that starts the tests with `&` has them, and all that they start, ignore Ctrl-C.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     if os.environ.get("TRITON_INTERPRET") == "1":
         let_the_interpreter_count()
 
