@@ -125,7 +125,8 @@ def train_step(
         log.samples(step, parts.tokenizer.decode, examples[: cfg.log.samples], groups, rewards_PG)
     lengths_PG = torch.tensor([[float(len(c.token_ids)) for c in group] for group in groups])
     packed = rl.epochs * [length for minibatch, _ in minibatches for mb in minibatch for length in mb.lengths]
-    flops = sum(world.gather_objects(train_flops(parts.model_config, packed)))
+    counted = world.gather_objects((sum(packed), train_flops(parts.model_config, packed)))
+    num_packed, flops = (sum(of_ranks) for of_ranks in zip(*counted, strict=True))
     utilisation = mfu(flops / world.size / log.seconds("learn"), world.device)
     by_rank = world.gather_objects((rewards_PG, ungraded_PG, lengths_PG, truncated_PG, zero_spread_P))
     rewards_PG, ungraded_PG, lengths_PG, truncated_PG, zero_spread_P = map(torch.cat, zip(*by_rank, strict=True))
@@ -140,7 +141,7 @@ def train_step(
         "policy/version": step,
         "memory/estimate_gib": parts.estimate.total,
         "rollout/tokens_per_s": float(lengths_PG.sum()) / log.seconds("rollout"),
-        "learn/tokens_per_s": sum(world.gather_objects(sum(packed))) / log.seconds("learn"),
+        "learn/tokens_per_s": num_packed / log.seconds("learn"),
         **({} if utilisation is None else {"learn/mfu": utilisation}),
     }
     seen = state.tokens_seen + sum(u.tokens for u in updates)

@@ -1,12 +1,16 @@
-"""Numbers on a command line, within bounds: what the types of argparse do not check.
+"""Options of command lines: numbers within bounds, which the types of argparse do not check, and single options beside
+those of a config.
 
 parser.add_argument("--jobs", type=whole(1))
 parser.add_argument("--minutes", type=real(above=0.0))
+out = take_option(argv, "--out")
 """
 
 import argparse
 import math
 from collections.abc import Callable
+
+from quads.errors import UserError
 
 
 def whole(low: int) -> Callable[[str], int]:
@@ -39,3 +43,19 @@ def real(*, low: float = -math.inf, above: float = -math.inf, high: float = math
         return value
 
     return parse
+
+
+def take_option(argv: list[str], name: str) -> str:
+    """Remove `name VALUE` or `name=VALUE` from a command line and return VALUE, "" when absent."""
+    joined = next((word for word in argv if word.startswith(f"{name}=")), None)
+    if joined is not None:
+        argv.remove(joined)
+        return joined.partition("=")[2]
+    if name not in argv:
+        return ""
+    at = argv.index(name)
+    if at + 1 >= len(argv):
+        raise UserError(f"{name} needs a value")
+    value = argv[at + 1]
+    del argv[at : at + 2]
+    return value

@@ -25,9 +25,8 @@ from quads.model.config import ModelConfig
 from quads.model.flops import train_flops
 from quads.model.model import MoEDecoder
 from quads.model.parallelize import local_tensor, parallelize
-from quads.options import real, whole
+from quads.options import real, take_option, whole
 from quads.quant.recipes import resolve
-from quads.rl.evaluate import take_option
 
 N = TypeVar("N", int, float)
 

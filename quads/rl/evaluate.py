@@ -26,6 +26,7 @@ from quads.config import Config, load_config
 from quads.distributed import init_distributed
 from quads.errors import UserError, main_guard
 from quads.metrics import jsonable
+from quads.options import take_option
 from quads.rl.grading import Grading
 from quads.rl.helpers import REPOSITORY
 from quads.types import Completion, Sampling
@@ -185,22 +186,6 @@ def format_side_by_side(results: dict[str, list[EvalResult]]) -> str:
             cells.append(f"{f'{float(difference_P.mean()):+.4f} ± {standard_error(difference_P.tolist()):.4f}':>24}")
         lines.append(" ".join([f"{rows[0].source:<24} {rows[0].prompts:>7} {rows[0].samples:>7}", *cells]))
     return "\n".join(lines)
-
-
-def take_option(argv: list[str], name: str) -> str:
-    """Remove `name VALUE` or `name=VALUE` from a command line and return VALUE, "" when absent."""
-    joined = next((word for word in argv if word.startswith(f"{name}=")), None)
-    if joined is not None:
-        argv.remove(joined)
-        return joined.partition("=")[2]
-    if name not in argv:
-        return ""
-    at = argv.index(name)
-    if at + 1 >= len(argv):
-        raise UserError(f"{name} needs a value")
-    value = argv[at + 1]
-    del argv[at : at + 2]
-    return value
 
 
 @main_guard

@@ -4,7 +4,8 @@ from concurrent.futures import Future
 import pytest
 
 from quads.errors import UserError
-from quads.rl.evaluate import eval_metrics, evaluate, format_side_by_side, format_table, pass_at_k, take_option
+from quads.options import take_option
+from quads.rl.evaluate import eval_metrics, evaluate, format_side_by_side, format_table, pass_at_k
 from quads.rl.grading import Grading
 from quads.rl.helpers import Verdict
 from quads.types import Completion, Example, Sampling

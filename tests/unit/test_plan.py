@@ -10,9 +10,9 @@ from quads.errors import UserError
 from quads.memory import GIB, check_memory, estimate_memory
 from quads.memory_learner import layer_activations
 from quads.model.config import ARCHITECTURES
+from quads.options import take_option
 from quads.plan import count_local_sizes, describe, main, make_plan, rollout_rate, ways_to_fit
 from quads.quant.recipes import resolve
-from quads.rl.evaluate import take_option
 
 MOE25B = ARCHITECTURES["moe25b_a3b"]
 
