@@ -14,20 +14,20 @@ from pathlib import Path
 import torch
 
 from quads.assemble import Parts, build_parts
-from quads.checkpoint import Checkpointer, TrainState
 from quads.config import Config, config_to_toml, load_config
 from quads.distributed import Distributed, init_distributed
 from quads.errors import main_guard
-from quads.measure import mfu
-from quads.metrics import RunLog, import_wandb
 from quads.model.flops import train_flops
 from quads.plot import plot_runs
 from quads.rl.advantage import group_advantages
 from quads.rl.evaluate import eval_metrics
 from quads.rl.learner import merge_updates
 from quads.rl.packing import Sample
-from quads.run_folder import check_run_folder
-from quads.signals import StopRequest
+from quads.run.checkpoint import Checkpointer, TrainState
+from quads.run.folder import check_run_folder
+from quads.run.measure import mfu
+from quads.run.metrics import RunLog, import_wandb
+from quads.run.signals import StopRequest
 
 
 @main_guard

@@ -16,7 +16,8 @@ import torch
 
 from benchmarks.timing import graph_us
 from benchmarks.tune_kernels import EXPERTS, HIDDEN, TOP_K, WIDTH, weight
-from quads.quant import kernels, kernels_quantize
+from quads.quant.triton import ops as kernels
+from quads.quant.triton import quantize as kernels_quantize
 
 VARIANTS = {"w4a4": ("w4a4", "batch"), "batch": ("w4a4_residual", "batch"), "token": ("w4a4_residual", "token")}
 

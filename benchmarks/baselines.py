@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quads.quant.kernels_moe import combine, route
+from quads.quant.triton.routing import combine, route
 
 
 @triton.jit
@@ -32,7 +32,7 @@ def fp8_gemm_kernel(
     BK: tl.constexpr,
     MODE: tl.constexpr,
 ):
-    """out[slot or rows[slot], n] = sum_k w[e, n, k] x[row, k], times both scales; modes as in kernels_gemm.py."""
+    """out[slot or rows[slot], n] = sum_k w[e, n, k] x[row, k], times both scales; modes as in triton/gemm.py."""
     tiles_n = tl.cdiv(N, BN)
     pid = tl.program_id(0)
     block = pid // tiles_n

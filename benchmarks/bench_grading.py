@@ -15,18 +15,18 @@ from concurrent.futures import Future
 
 import torch
 
-from quads.config_sections import RewardSettings, RolloutSettings
+from quads.config.sections import RewardSettings, RolloutSettings
 from quads.model.config import ARCHITECTURES
 from quads.model.model import MoEDecoder
 from quads.quant.recipes import QuantSpec
-from quads.rl.code_reward import submit_program
-from quads.rl.code_tests import CodeTests
 from quads.rl.grading import Grading
-from quads.rl.helpers import Verdict
-from quads.rl.sandbox import Sandbox
+from quads.rl.rewards.code import submit_program
+from quads.rl.rewards.code_tests import CodeTests
 from quads.rollout.engine import ignore
-from quads.rollout.native import NativeEngine
+from quads.rollout.native.engine import NativeEngine
 from quads.rollout.sync import sync
+from quads.sandbox.helpers import Verdict
+from quads.sandbox.pool import Sandbox
 from quads.types import Example, Sampling
 
 PROGRAM = "```python\na, b = map(int, input().split())\nprint(a + b)\n```"

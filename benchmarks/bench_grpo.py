@@ -26,13 +26,13 @@ import torch
 from torch import Tensor
 
 import train
-from quads.checkpoint import Checkpointer
 from quads.config import load_config
 from quads.errors import UserError, main_guard
-from quads.measure import peak_memory_gib
 from quads.model.config import ARCHITECTURES
 from quads.rl.advantage import group_advantages
-from quads.run_folder import read_rows
+from quads.run.checkpoint import Checkpointer
+from quads.run.folder import read_rows
+from quads.run.measure import peak_memory_gib
 
 STAND_IN = {
     "task.train": '["sums"]',

@@ -17,9 +17,10 @@ import torch
 from benchmarks import baselines, vllm_baselines
 from benchmarks.timing import copy_gbps, graph_us, read_gbps
 from benchmarks.tune_kernels import EXPERTS, HIDDEN, TOP_K, WIDTH, weight
-from quads.quant import kernels, kernels_tune
-from quads.quant.kernels_pack import weight_amax
-from quads.quant.kernels_quantize import Compensation, quantize_activations
+from quads.quant.triton import ops as kernels
+from quads.quant.triton import tune as kernels_tune
+from quads.quant.triton.pack import weight_amax
+from quads.quant.triton.quantize import Compensation, quantize_activations
 
 TOKENS = (1, 16, 64, 256, 1024, 4096)
 VARIANTS = {

@@ -29,7 +29,7 @@ import torch
 import torch._dynamo
 
 from benchmarks.kernel_times import summarize
-from quads.config_sections import (
+from quads.config.sections import (
     OptimSettings,
     ParallelSettings,
     QuantSettings,

@@ -13,11 +13,11 @@ from dataclasses import replace
 
 import torch
 
-from quads.config_sections import RolloutSettings
+from quads.config.sections import RolloutSettings
 from quads.model.config import ARCHITECTURES
 from quads.quant.recipes import QuantSpec
 from quads.quant.tensor import NVFP4Tensor
-from quads.rollout.native import NativeEngine
+from quads.rollout.native.engine import NativeEngine
 from quads.types import Sampling
 
 PROMPT, NEW = 128, 200

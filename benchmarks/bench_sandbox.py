@@ -12,11 +12,11 @@ import platform
 import resource
 import time
 
-from quads.config_sections import RewardSettings
+from quads.config.sections import RewardSettings
 from quads.errors import UserError
-from quads.rl.code_reward import submit_program
-from quads.rl.code_tests import CodeTests
-from quads.rl.sandbox import Sandbox
+from quads.rl.rewards.code import submit_program
+from quads.rl.rewards.code_tests import CodeTests
+from quads.sandbox.pool import Sandbox
 
 ADD = "```python\na, b = map(int, input().split())\nprint(a + b)\n```"
 LOOP = "```python\nwhile True: pass\n```"

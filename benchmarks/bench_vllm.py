@@ -7,7 +7,7 @@ weights.
 
 Every engine runs in a process of its own: `bf16`, `fp8` (vLLM's online quantization), `nvfp4` (vLLM's own choice of
 kernel: Marlin on Hopper), and w4a16, w4a4, w4a4_residual of the plugin. The plugin's draw tokens with the trainer's
-sampler (vllm_sampling.py), the stock ones with vLLM's, or with the trainer's too: `fp8+sampler`. Up to `together` of
+sampler (vllm/sampler.py), the stock ones with vLLM's, or with the trainer's too: `fp8+sampler`. Up to `together` of
 them start at the same time and share the GPU's memory; a lock lets one measure at a time, while the others wait with an
 idle GPU.
 
@@ -43,8 +43,8 @@ from torch import Tensor
 
 from quads.model.config import ARCHITECTURES, ModelConfig
 from quads.model.hf import parameter_shapes
-from quads.rollout.vllm_folder import cache_root, model_folder
-from quads.rollout.vllm_options import PluginOptions
+from quads.rollout.vllm.folder import cache_root, model_folder
+from quads.rollout.vllm.options import PluginOptions
 
 PLUGIN = ("w4a16", "w4a4", "w4a4_residual")
 NVFP4_CONFIG = {
@@ -99,9 +99,9 @@ def run_engine(arguments: argparse.Namespace) -> None:
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     from vllm import LLM
 
-    from quads.rollout.vllm_models import register_models
-    from quads.rollout.vllm_plugin import register
-    from quads.rollout.vllm_sampling import install_sampler
+    from quads.rollout.vllm.models import register_models
+    from quads.rollout.vllm.plugin import register
+    from quads.rollout.vllm.sampler import install_sampler
 
     register()
     register_models()

@@ -1,4 +1,4 @@
-"""Find the launch configurations of the 4-bit GEMM on this GPU and write quads/quant/tuned/NAME.json.
+"""Find the launch configurations of the 4-bit GEMM on this GPU and write quads/quant/triton/tuned/NAME.json.
 
     python -m benchmarks.tune_kernels OUT.json [moe] [dense] [--tokens 16,64] [--seconds 60]
 
@@ -22,11 +22,11 @@ import torch
 import triton
 
 from benchmarks.timing import graph_us
-from quads.quant import kernels
-from quads.quant.kernels_dense import expanded
-from quads.quant.kernels_moe import Routing, max_blocks, route
-from quads.quant.kernels_quantize import Compensation, Operand
-from quads.quant.kernels_tune import ShapeClass, Tile
+from quads.quant.triton import ops as kernels
+from quads.quant.triton.dense import expanded
+from quads.quant.triton.quantize import Compensation, Operand
+from quads.quant.triton.routing import Routing, max_blocks, route
+from quads.quant.triton.tune import ShapeClass, Tile
 
 EXPERTS, HIDDEN, WIDTH, TOP_K = 128, 2048, 768, 8
 SHAPES = {"w13": (2 * WIDTH, HIDDEN), "w2": (HIDDEN, WIDTH), "qkv": (5120, 2048), "o": (2048, 4096)}

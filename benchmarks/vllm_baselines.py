@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from benchmarks import baselines
-from quads.quant import kernels
+from quads.quant.triton import ops as kernels
 
 
 def missing() -> str:

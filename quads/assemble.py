@@ -13,8 +13,9 @@ from typing import Any
 
 import torch
 
-from quads.checkpoint import find_checkpoint, load_model_weights
 from quads.config import Config
+from quads.data.tasks import Task, build_task
+from quads.data.tokenizer import Tokenizer
 from quads.distributed import Distributed, derive_seed
 from quads.errors import UserError
 from quads.memory import MemoryEstimate, check_memory, estimate_memory, format_estimate
@@ -30,11 +31,10 @@ from quads.rl.evaluate import EvalResult, JudgedPrompt, evaluate
 from quads.rl.grading import Grading
 from quads.rl.learner import Learner
 from quads.rl.packing import Microbatch, Sample
-from quads.rl.rewards import RewardPool, find_isolation
-from quads.rl.tasks import Task, build_task
-from quads.rl.tokenizer import Tokenizer
+from quads.rl.rewards.pool import RewardPool, find_isolation
 from quads.rollout.engine import Engine, check_tensor_parallel
 from quads.rollout.sync import sync
+from quads.run.checkpoint import find_checkpoint, load_model_weights
 from quads.types import Example, Sampling
 
 NO_SANDBOX = "generated programs run WITHOUT isolation, as this user ([reward] sandbox = none): limits only"
@@ -212,7 +212,7 @@ def check_engine(cfg: Config, model_config: ModelConfig, spec: QuantSpec, world:
             "native engine holds all weights"
         )
     if rollout.engine == "vllm":
-        from quads.rollout.vllm_limits import check_settings
+        from quads.rollout.vllm.limits import check_settings
 
         check_settings(spec, rollout, cfg.wants_routes, world.device)
         if importlib.util.find_spec("vllm") is None:
@@ -279,10 +279,10 @@ def build_engine(
 ) -> Engine:
     """The rollout engine that the config names. report: takes what it says of itself, the same in every process."""
     if cfg.rollout.engine == "native":
-        from quads.rollout.native import NativeEngine
+        from quads.rollout.native.engine import NativeEngine
 
         return NativeEngine(model_config, spec, cfg.rollout, dtype, device, report=report)
-    from quads.rollout.vllm_engine import VLLMEngine
+    from quads.rollout.vllm.engine import VLLMEngine
 
     return VLLMEngine(model_config, spec, cfg.rollout, dtype, device, routed_experts=cfg.wants_routes, report=report)
 

@@ -36,7 +36,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
-from quads.config_sections import ParallelSettings, TrainSettings
+from quads.config.sections import ParallelSettings, TrainSettings
 from quads.errors import UserError
 
 T = TypeVar("T")

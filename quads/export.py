@@ -26,9 +26,8 @@ import torch
 from torch import Tensor
 
 from quads.assemble import load_model_config
-from quads.checkpoint import find_checkpoint, load_model_weights
 from quads.config import load_config as load_run_config
-from quads.config_sections import QuantSettings
+from quads.config.sections import QuantSettings
 from quads.errors import UserError, main_guard
 from quads.model.config import ModelConfig, load_config
 from quads.model.hf import HFCheckpoint, expert_names, parameter_shapes, save_hf, write_folder
@@ -36,6 +35,7 @@ from quads.model.model import MoEDecoder
 from quads.quant import nvfp4
 from quads.quant.recipes import SITES, QuantSpec, resolve
 from quads.quant.tensor import NVFP4Tensor
+from quads.run.checkpoint import find_checkpoint, load_model_weights
 
 FORMATS = ("bf16", "nvfp4-modelopt", "nvfp4-compressed-tensors")
 LEAVES = {"q_proj": "qkv", "k_proj": "qkv", "v_proj": "qkv", "o_proj": "o", "gate_up_proj": "w13", "down_proj": "w2"}

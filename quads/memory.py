@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from quads.config_sections import ParallelSettings, RLSettings, RolloutSettings
+from quads.config.sections import ParallelSettings, RLSettings, RolloutSettings
 from quads.errors import UserError
 from quads.memory_learner import peak
 from quads.model.config import ModelConfig

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
-from quads.config_sections import ParallelSettings
+from quads.config.sections import ParallelSettings
 from quads.model.config import ModelConfig
 from quads.model.logprobs import LOGITS_CHUNK
 from quads.quant.recipes import QuantSpec

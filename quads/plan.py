@@ -18,6 +18,7 @@ import torch
 
 from quads.assemble import DTYPES, check_sample_count, load_model_config
 from quads.config import Config, load_config
+from quads.config.options import real, take_option, whole
 from quads.distributed import imagined_processes
 from quads.errors import UserError, main_guard
 from quads.memory import GIB, MemoryEstimate, estimate_memory
@@ -25,7 +26,6 @@ from quads.model.config import ModelConfig
 from quads.model.flops import train_flops
 from quads.model.model import MoEDecoder
 from quads.model.parallelize import local_tensor, parallelize
-from quads.options import real, take_option, whole
 from quads.quant.recipes import resolve
 
 N = TypeVar("N", int, float)

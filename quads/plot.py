@@ -21,7 +21,7 @@ from matplotlib.ticker import MaxNLocator
 from numpy.typing import NDArray
 
 from quads.errors import UserError, main_guard
-from quads.run_folder import read_rows
+from quads.run.folder import read_rows
 
 PANELS = (
     ("reward/mean", "training reward"),

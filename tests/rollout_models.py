@@ -4,12 +4,12 @@ from dataclasses import replace
 
 import torch
 
-from quads.config_sections import RolloutSettings
+from quads.config.sections import RolloutSettings
 from quads.model.config import ARCHITECTURES, ModelConfig
 from quads.model.model import MoEDecoder
 from quads.quant.learner import convert_learner, requantize
 from quads.quant.recipes import QuantSpec
-from quads.rollout.native import NativeEngine
+from quads.rollout.native.engine import NativeEngine
 from quads.rollout.sync import sync
 from quads.types import Completion, Sampling
 

@@ -20,7 +20,7 @@ import train
 from quads.model.config import ModelConfig
 from quads.model.hf import save_hf
 from quads.model.model import MoEDecoder
-from quads.run_folder import read_rows
+from quads.run.folder import read_rows
 from tests.helpers import REPOSITORY, command_env, free_port
 
 EOS = "<eos>"

@@ -6,14 +6,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quads.config_sections import RolloutSettings
+from quads.config.sections import RolloutSettings
 from quads.model.attention import PackedContext
 from quads.model.config import ARCHITECTURES, ModelConfig
 from quads.model.logprobs import token_logprobs
 from quads.model.model import MoEDecoder
 from quads.quant.learner import convert_learner, requantize
 from quads.quant.recipes import QuantSpec
-from quads.rollout.native import NativeEngine
+from quads.rollout.native.engine import NativeEngine
 from quads.rollout.sync import sync
 from quads.types import Completion
 
@@ -48,7 +48,7 @@ def make_learner(seed: int = 3, spec: QuantSpec | None = None, config: ModelConf
 
 def make_vllm(spec: QuantSpec, config: ModelConfig = CONFIG, **options: Any) -> Any:
     """A VLLMEngine without weights. Imported late: vLLM is an extra."""
-    from quads.rollout.vllm_engine import VLLMEngine
+    from quads.rollout.vllm.engine import VLLMEngine
 
     return VLLMEngine(
         config, spec, SETTINGS, torch.float32, CPU, report=lambda text: None, llm_options=LLM_OPTIONS | options

@@ -15,12 +15,12 @@ import torch
 from matplotlib.figure import Figure
 from torch import Tensor
 
+from quads.config.options import whole
 from quads.lab import style
 from quads.lab.capture import capture
 from quads.lab.policies import learner
 from quads.lab.results import markdown, provenance, write_result
 from quads.lab.subject import Subject, build_subject, subject_parser
-from quads.options import whole
 from quads.quant import nvfp4, residual
 
 HELP = "activation error by channel: heat map, concentration, persistence over tokens and layers"

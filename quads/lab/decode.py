@@ -18,7 +18,7 @@ from quads.lab.subject import Sequences
 from quads.model.attention import DecodeContext, PrefillContext, routing
 from quads.model.logprobs import token_logprobs
 from quads.model.model import MoEDecoder
-from quads.rollout.kv_cache import allocate
+from quads.rollout.native.kv_cache import allocate
 
 
 @dataclass

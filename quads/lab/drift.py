@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from matplotlib.figure import Figure
 
+from quads.config.options import whole
 from quads.lab import style
 from quads.lab.capture import capture
 from quads.lab.channels import SHARES, channel_shares, heat_map
@@ -24,7 +25,6 @@ from quads.lab.decode import decode, decoded_inputs
 from quads.lab.policies import evaluate, gap_statistics, learner, rollout, routing_flips
 from quads.lab.results import markdown, number, provenance, write_result
 from quads.lab.subject import Subject, build_subject, subject_parser
-from quads.options import whole
 
 HELP = "drift between learner and engines without quantization, by token and by channel"
 

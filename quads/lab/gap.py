@@ -25,6 +25,7 @@ import torch
 from matplotlib.figure import Figure
 from torch import Tensor
 
+from quads.config.options import real
 from quads.lab import style
 from quads.lab.decode import decode
 from quads.lab.policies import LEARNERS, Evaluation, engine_drift, evaluate, gap_statistics, learner, rollout
@@ -33,7 +34,6 @@ from quads.lab.ratio import measure_ratios, ratio_panel, ratio_table
 from quads.lab.results import markdown, number, progress, provenance, write_result
 from quads.lab.subject import Subject, build_subject, subject_parser
 from quads.model.model import MoEDecoder
-from quads.options import real
 
 HELP = "log-prob gap of every pair of learner and rollout precision, its weight, activation and engine parts"
 

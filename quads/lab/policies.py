@@ -28,7 +28,7 @@ from quads.quant.linear import SiteSpec
 from quads.quant.recipes import ROLLOUTS, QuantSpec
 from quads.quant.rollout import RolloutExperts, RolloutLinear, RolloutWeights, load_weight
 from quads.rl.mismatch import percentile
-from quads.rollout.native import build_model
+from quads.rollout.native.engine import build_model
 
 LEARNERS: dict[str, tuple[str, str]] = {  # name -> (weights, activations)
     "no QDQ": ("bf16", "bf16"),
@@ -61,7 +61,7 @@ def rollout(subject: Subject, spec: QuantSpec, reuse: MoEDecoder | None = None) 
     if reuse is not None and _switch(reuse, spec):
         return reuse
     chosen = choose_kernel(subject.cfg.rollout.kernel, subject.device, spec.rollout)
-    # On a CPU the engine keeps float64 activations in fp32 runs; see rollout/native.py.
+    # On a CPU the engine keeps float64 activations in fp32 runs; see rollout/native/engine.py.
     wide = subject.device.type == "cpu" and subject.dtype == torch.float32
     compute = torch.float64 if wide else subject.dtype
     model = build_model(subject.master.config, spec, chosen, subject.dtype, compute, subject.device)

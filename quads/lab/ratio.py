@@ -19,6 +19,7 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from quads.config.options import real
 from quads.errors import UserError
 from quads.lab import style
 from quads.lab.policies import Evaluation, evaluate, gap_statistics, learner, rollout
@@ -26,7 +27,6 @@ from quads.lab.results import markdown, number, progress, provenance, write_resu
 from quads.lab.subject import Subject, build_subject, subject_parser
 from quads.model.config import ModelConfig
 from quads.model.model import MoEDecoder
-from quads.options import real
 from quads.quant.backend import choose_kernel
 from quads.quant.recipes import SITES, QuantSpec
 

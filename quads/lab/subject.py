@@ -15,18 +15,18 @@ import torch
 from torch import Tensor
 
 from quads.assemble import DTYPES, build_engine, build_model, check_vocabulary, load_model_config, request_seeds
-from quads.checkpoint import load_model_weights
 from quads.config import Config, load_config
+from quads.config.options import whole
+from quads.data.tasks import build_task
+from quads.data.tokenizer import Tokenizer
 from quads.distributed import choose_device
 from quads.errors import UserError
 from quads.lab.results import config_argv, config_parser, progress
 from quads.model.model import MoEDecoder
-from quads.options import whole
 from quads.quant.learner import convert_learner, requantize
 from quads.quant.recipes import QuantSpec, resolve
-from quads.rl.tasks import build_task
-from quads.rl.tokenizer import Tokenizer
 from quads.rollout.sync import sync
+from quads.run.checkpoint import load_model_weights
 from quads.types import Sampling
 
 SEED_PURPOSE = "lab"  # the responses of an analysis differ from those of any training step

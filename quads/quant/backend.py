@@ -31,7 +31,7 @@ def load_kernels() -> ModuleType:
     instead = "the reference backend in plain torch runs everywhere"
     try:
         importlib.import_module("triton")
-        kernels = importlib.import_module("quads.quant.kernels")
+        kernels = importlib.import_module("quads.quant.triton.ops")
     except ImportError as error:
         raise UserError(f"the triton backend cannot be imported ({error}); install triton. Else: {instead}") from None
     if not torch.cuda.is_available() and not interpreted():

@@ -16,7 +16,7 @@ from typing import Literal
 
 import torch
 
-from quads.config_sections import QuantSettings
+from quads.config.sections import QuantSettings
 from quads.errors import UserError
 from quads.quant.backend import choose_kernel, describe_kernel
 from quads.quant.nvfp4 import GlobalScaleMode

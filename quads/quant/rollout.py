@@ -119,10 +119,10 @@ class RolloutExperts(RolloutWeights, Experts):
 
 
 def rollout_classes(kernel: str) -> tuple[type[RolloutLinear], type[RolloutExperts]]:
-    """The layers that serve a kernel. Triton's are subclasses (rollout_triton.py), imported when asked for."""
+    """The layers that serve a kernel. Triton's are subclasses (triton/layers.py), imported when asked for."""
     if kernel == "reference":
         return RolloutLinear, RolloutExperts
-    module = importlib.import_module("quads.quant.rollout_triton")
+    module = importlib.import_module("quads.quant.triton.layers")
     return module.TritonLinear, module.TritonExperts
 
 

@@ -17,7 +17,7 @@ from quads.quant.nvfp4 import GlobalScaleMode
 
 def _quantizer(device: torch.device) -> Any:
     """The module whose `quantize`, `qdq` and `dequantize` serve this device."""
-    return importlib.import_module("quads.quant.kernels_pack") if device.type == "cuda" else nvfp4
+    return importlib.import_module("quads.quant.triton.pack") if device.type == "cuda" else nvfp4
 
 
 def weight_amax(w: Tensor, cast: bool = False) -> Tensor:
@@ -93,7 +93,7 @@ def fp8_quantizer(x: Tensor, dtype: torch.dtype) -> Any:
     """The module whose `quantize_weight`, `dequantize_weight`, `qdq_weight` and `qdq_rows` (see fp8.py) serve x with
     results in `dtype`."""
     fused = x.device.type == "cuda" and torch.float64 not in (x.dtype, dtype)
-    return importlib.import_module("quads.quant.kernels_fp8") if fused else fp8
+    return importlib.import_module("quads.quant.triton.fp8") if fused else fp8
 
 
 def quantize_fp8(w: Tensor, mode: GlobalScaleMode) -> tuple[Tensor, Tensor]:

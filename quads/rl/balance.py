@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 import torch
 
-from quads.config_sections import RLSettings
+from quads.config.sections import RLSettings
 from quads.distributed import Distributed
 from quads.model.config import ModelConfig
 from quads.rl.packing import Microbatch, Sample, pack, split_by_tokens

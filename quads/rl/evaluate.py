@@ -23,12 +23,12 @@ from typing import Any
 import torch
 
 from quads.config import Config, load_config
+from quads.config.options import take_option
 from quads.distributed import init_distributed
 from quads.errors import UserError, main_guard
-from quads.metrics import jsonable
-from quads.options import take_option
 from quads.rl.grading import Grading
-from quads.rl.helpers import REPOSITORY
+from quads.run.metrics import jsonable
+from quads.sandbox.helpers import REPOSITORY
 from quads.types import Completion, Sampling
 
 OPTIONS = """usage: python -m quads.rl.evaluate --config FILE [--checkpoint RUN] [--rollouts LIST] [--out FILE]

@@ -15,7 +15,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import torch
 from torch import Tensor
 
-from quads.rl.helpers import Verdict
+from quads.sandbox.helpers import Verdict
 from quads.types import Completion, Example
 
 Submit = Callable[[Example, str], "Future[Verdict]"]

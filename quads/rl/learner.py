@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from quads.config_sections import OptimSettings, RLSettings
+from quads.config.sections import OptimSettings, RLSettings
 from quads.distributed import Distributed
 from quads.errors import UserError
 from quads.model.attention import PackedContext

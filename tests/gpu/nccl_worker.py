@@ -14,10 +14,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from quads.checkpoint import Checkpointer
-from quads.checkpoint_state import TrainState
-from quads.config_sections import CheckpointSettings, OptimSettings, ParallelSettings, QuantSettings, RLSettings
-from quads.config_sections import TrainSettings as Train
+from quads.config.sections import CheckpointSettings, OptimSettings, ParallelSettings, QuantSettings, RLSettings
+from quads.config.sections import TrainSettings as Train
 from quads.distributed import Distributed, build_meshes, init_distributed
 from quads.model.config import ModelConfig
 from quads.model.model import MoEDecoder
@@ -30,6 +28,8 @@ from quads.quant.tensor import QuantizedTensor
 from quads.rl.learner import Learner
 from quads.rl.optimizer import build_adamw
 from quads.rl.packing import Microbatch, Sample, pack
+from quads.run.checkpoint import Checkpointer
+from quads.run.checkpoint_state import TrainState
 from quads.types import Completion
 from tests.helpers import assert_bitwise
 

@@ -9,8 +9,10 @@ from quads.quant import nvfp4
 
 pytestmark = pytest.mark.gpu
 if torch.cuda.is_available():
-    from quads.quant import conformance, kernels, kernels_tune
-    from quads.quant.kernels_tune import ShapeClass, Tile
+    from quads.quant import conformance
+    from quads.quant.triton import ops as kernels
+    from quads.quant.triton import tune as kernels_tune
+    from quads.quant.triton.tune import ShapeClass, Tile
     from tests.numerics import kernel_checks as check
 
 PRECISIONS = ("w4a16", "w4a4", "w4a4_residual")
@@ -97,7 +99,7 @@ def large_layer(tokens: int, seed: int = 0):
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("tokens", [1, 16, 64, 256, 1024, 4096])
 def test_repeated_launches_give_the_same_bits(tokens, precision):
-    """A compiler race (see kernels_gemm.py) shows up as bits that move between launches, never in one comparison."""
+    """A compiler race (see triton/gemm.py) shows up as bits that move between launches, never in one comparison."""
     x, w13, w2, ids, gates = large_layer(tokens)
     for selection in ("batch", "token"):
         first = kernels.moe(x, w13, w2, ids, gates, precision, ("w13", "w2"), 0.5, selection)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from quads.run_folder import read_rows
+from quads.run.folder import read_rows
 from tests.helpers import run_torchrun
 from tests.tiny_run import computed, make_world, signal_after_row, start_two
 

@@ -5,14 +5,14 @@ from dataclasses import replace
 import pytest
 import torch
 
-from quads.config_sections import RolloutSettings
+from quads.config.sections import RolloutSettings
 from quads.model.attention import PackedContext
 from quads.model.logprobs import token_logprobs
 from quads.quant.linear import SiteSpec, allocate, grouped_linear, product_dtype, quantize_activation, widen
 from quads.quant.recipes import QuantSpec
 from quads.quant.rollout import named_weights
 from quads.quant.tensor import Float8BlockTensor, NVFP4Tensor
-from quads.rollout.native import NativeEngine
+from quads.rollout.native.engine import NativeEngine
 from quads.rollout.sync import sync
 from quads.types import Sampling
 from tests.numerics.test_parity_chain import PROMPTS, N, rollout_logprobs

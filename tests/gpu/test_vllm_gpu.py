@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 import torch
 
-from quads.config_sections import RolloutSettings
+from quads.config.sections import RolloutSettings
 from quads.errors import UserError
 from quads.export import export
 from quads.model.attention import PackedContext, routing
 from quads.model.config import ARCHITECTURES, ModelConfig
 from quads.model.model import MoEDecoder
 from quads.quant.recipes import QuantSpec
-from quads.rollout.native import NativeEngine
+from quads.rollout.native.engine import NativeEngine
 from quads.rollout.sync import sync
 from quads.types import Completion, Sampling
 from tests.vllm_models import logprobs_of
@@ -61,7 +61,7 @@ def make_learner(seed: int = 0, config: ModelConfig = CONFIG) -> MoEDecoder:
 
 
 def make_vllm(spec: QuantSpec, **options: Any) -> Any:
-    from quads.rollout.vllm_engine import VLLMEngine
+    from quads.rollout.vllm.engine import VLLMEngine
 
     settings = replace(SETTINGS, gpu_memory_gib=1.0)
     options = {**GRAPHS, **options}
@@ -181,7 +181,7 @@ def test_routed_experts_are_those_of_our_model(pair: Any) -> None:
 
 def test_experts_are_quantized_beside_the_router(pair: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM calls the router inside the expert layer, where a second stream can begin (in prompts: no graph there)."""
-    from quads.rollout.vllm_triton import TritonSite
+    from quads.rollout.vllm.site_triton import TritonSite
 
     precision, _, engine, _ = pair
     started, start = set(), TritonSite.start
@@ -195,8 +195,8 @@ def test_experts_are_quantized_beside_the_router(pair: Any, monkeypatch: pytest.
 def test_quantizing_beside_the_router_changes_nothing(precision: Any, tokens: int) -> None:
     """Three layers with a second stream, in a CUDA graph that is replayed with other tokens, against one stream."""
     from quads.quant.linear import SiteSpec
-    from quads.rollout.vllm_store import Part
-    from quads.rollout.vllm_triton import TritonSite
+    from quads.rollout.vllm.loading import Part
+    from quads.rollout.vllm.site_triton import TritonSite
 
     hidden, width, experts, top_k = 320, 192, 16, 4
     rows = Part(0, 0, width, hidden)
@@ -249,7 +249,7 @@ def test_exports_load_in_stock_vllm(kind: str, tmp_path: Path, monkeypatch: pyte
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     from vllm import LLM, SamplingParams
 
-    from quads.rollout.vllm_lifecycle import close
+    from quads.rollout.vllm.guest import close
 
     spec, learner, prompts = spec_of("w4a16"), make_learner(0, EXPORTED), make_prompts(5)
     export(kind, EXPORTED, spec, lambda name: learner.get_parameter(name).detach(), tmp_path)

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from quads.config_sections import ParallelSettings, TrainSettings
+from quads.config.sections import ParallelSettings, TrainSettings
 from quads.distributed import Distributed, build_meshes, in_process_group, init_distributed
 from quads.model.model import MoEDecoder
 from quads.model.parallelize import parallelize, write_part
@@ -22,7 +22,7 @@ from quads.quant.learner import convert_learner
 from quads.quant.recipes import QuantSpec
 from quads.quant.sharded import SHARDED, attach, requantize
 from quads.rollout.sync import sync
-from quads.rollout.vllm_engine import VLLMEngine
+from quads.rollout.vllm.engine import VLLMEngine
 from quads.types import Completion, Sampling
 from tests.gpu.test_vllm_gpu import CONFIG, SETTINGS, make_prompts
 

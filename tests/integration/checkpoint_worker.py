@@ -8,12 +8,12 @@ from pathlib import Path
 
 import torch
 
-from quads.checkpoint import Checkpointer
-from quads.checkpoint_state import TrainState
-from quads.config_sections import CheckpointSettings, ParallelSettings, TrainSettings
+from quads.config.sections import CheckpointSettings, ParallelSettings, TrainSettings
 from quads.distributed import Distributed, init_distributed
 from quads.errors import UserError, main_guard
 from quads.model.model import MoEDecoder
+from quads.run.checkpoint import Checkpointer
+from quads.run.checkpoint_state import TrainState
 from tests.integration.parallel_model_checks import BATCHES, loss_of, parallel_model, single_process_model
 
 

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from quads.config_sections import QuantSettings
+from quads.config.sections import QuantSettings
 from quads.distributed import Distributed, build_meshes
 from quads.model.attention import PackedContext
 from quads.model.config import ModelConfig

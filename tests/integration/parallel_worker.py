@@ -1,6 +1,6 @@
 """Runs in every process of test_parallel.py: torchrun --nproc_per_node=2|4 parallel_worker.py"""
 
-from quads.config_sections import ParallelSettings, TrainSettings
+from quads.config.sections import ParallelSettings, TrainSettings
 from quads.distributed import init_distributed
 from tests.integration import parallel_learner_checks, parallel_model_checks
 

@@ -5,7 +5,7 @@ import time
 from pathlib import Path
 
 import quads
-from quads.checkpoint import latest_checkpoint
+from quads.run.checkpoint import latest_checkpoint
 from tests.helpers import REPOSITORY, run_command, run_torchrun
 
 WORKER = str(REPOSITORY / "tests" / "integration" / "checkpoint_worker.py")

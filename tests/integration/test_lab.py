@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from quads.lab import channels, decompose, drift, gap, layers, ratio, report
+from quads.lab import channels, decompose, drift, gap, layers, ratio
 from quads.lab.capture import capture
 from quads.lab.decode import decode, decoded_inputs
 from quads.lab.policies import evaluate, gap_statistics, learner, rollout
+from quads.lab.report.build import report
 from quads.lab.subject import Subject, build_subject, subject_parser
 from tests.helpers import REPOSITORY, assert_close, run_command
 

@@ -5,7 +5,8 @@ import json
 import pytest
 
 from quads.errors import UserError
-from quads.lab import report, scores
+from quads.lab.report.build import report
+from quads.lab.runs import scores
 from tests.tiny_run import make_world, train_rows
 
 FEW = {"train__steps": 1, "eval__every": 0, "checkpoint__every": 0}

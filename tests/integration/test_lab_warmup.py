@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from quads.data.tokenizer import Tokenizer
 from quads.errors import UserError
-from quads.lab import warmup
-from quads.rl.tokenizer import Tokenizer
+from quads.lab.smollm2 import warmup
 from quads.types import Example
 from tests.helpers import REPOSITORY
 

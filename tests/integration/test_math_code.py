@@ -15,7 +15,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 import train
 from quads.rl import evaluate
-from quads.run_folder import read_rows
+from quads.run.folder import read_rows
 from tests.helpers import REPOSITORY
 from tests.integration.test_train_resume import crash_after
 from tests.tiny_run import CONFIG, computed, make_model, options, write_jsonl

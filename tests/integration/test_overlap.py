@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from quads.rl.grading import Grading
-from quads.rollout.native import NativeEngine
+from quads.rollout.native.engine import NativeEngine
 from quads.types import Completion
 from tests.tiny_run import CONFIG, computed, make_world, train_rows
 
@@ -56,7 +56,7 @@ def test_rewards_beside_the_rollout_change_nothing(tmp_path: Path, monkeypatch: 
 @pytest.mark.vllm
 def test_vllm_tells_of_groups_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each prompt's group once and whole, with what `generate` returns in the end."""
-    from quads.rollout.vllm_engine import VLLMEngine
+    from quads.rollout.vllm.engine import VLLMEngine
 
     config = make_world(tmp_path / "world", replace(CONFIG, head_dim=32))  # a head size that vLLM has on a CPU
     generate, told = VLLMEngine.generate, {}

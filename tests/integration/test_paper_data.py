@@ -12,7 +12,7 @@ import datasets
 import pytest
 
 import train
-from quads.run_folder import read_rows
+from quads.run.folder import read_rows
 from tests.helpers import REPOSITORY
 from tests.tiny_run import options
 from tests.unit.test_sources import READY_MADE

@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Any
 
 import train
-from quads.checkpoint import latest_checkpoint
-from quads.run_folder import read_rows
+from quads.run.checkpoint import latest_checkpoint
+from quads.run.folder import read_rows
 from tests.tiny_run import MEASURED, make_world, options, signal_after_row, start_two, train_rows
 
 STEPS = 6

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from quads.config_sections import RewardSettings
+from quads.config.sections import RewardSettings
 from quads.errors import UserError
-from quads.rl.code_reward import submit_program
-from quads.rl.code_tests import CodeTests, parse_tests
-from quads.rl.sandbox import Job, Sandbox
+from quads.rl.rewards.code import submit_program
+from quads.rl.rewards.code_tests import CodeTests, parse_tests
+from quads.sandbox.pool import Job, Sandbox
 from tests.integration.hostile_programs import HONEST, HOSTILE
 
 TIME_S = 1.0

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 import train
-from quads.run_folder import read_rows
+from quads.run.folder import read_rows
 from tests.helpers import run_command
 from tests.tiny_run import options
 

@@ -9,11 +9,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import train
-from quads.checkpoint import latest_checkpoint, load_model_weights
 from quads.model.hf import load_model
 from quads.model.model import MoEDecoder
 from quads.rl.grading import Grading
-from quads.run_folder import read_rows
+from quads.run.checkpoint import latest_checkpoint, load_model_weights
+from quads.run.folder import read_rows
 from tests.tiny_run import make_world, options, train_rows
 
 EVERY_STEP: dict[str, Any] = {"checkpoint__every": 1, "checkpoint__keep": 0, "eval__every": 0}

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from quads.checkpoint import latest_checkpoint
 from quads.config import load_config
 from quads.rl import evaluate
+from quads.run.checkpoint import latest_checkpoint
 from tests.helpers import REPOSITORY, run_command
 from tests.tiny_run import computed, make_world, options, train_rows
 

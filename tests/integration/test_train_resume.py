@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 import train
-from quads.checkpoint import latest_checkpoint
-from quads.run_folder import read_rows
+from quads.run.checkpoint import latest_checkpoint
+from quads.run.folder import read_rows
 from tests.helpers import REPOSITORY, command_env
 from tests.tiny_run import computed, make_world, options, train_rows
 

@@ -85,8 +85,8 @@ def opened(folder: Path, **quantization: Any) -> Iterator[Any]:
     """`vllm.LLM` on a folder with a bf16 checkpoint, in this process."""
     from vllm import LLM
 
-    from quads.rollout.vllm_lifecycle import close
-    from quads.rollout.vllm_plugin import register
+    from quads.rollout.vllm.guest import close
+    from quads.rollout.vllm.plugin import register
 
     register()
     register()  # any number of calls is one
@@ -187,7 +187,7 @@ def test_a_checkpoint_packed_in_another_format_is_refused(tmp_path: Path) -> Non
 )
 def test_options_are_checked(options: dict[str, Any], message: str) -> None:
     from quads.errors import UserError
-    from quads.rollout.vllm_options import PluginOptions
+    from quads.rollout.vllm.options import PluginOptions
 
     with pytest.raises(UserError, match=message):
         PluginOptions.from_dict({"quant_method": "quads", **options})

@@ -249,8 +249,8 @@ def test_every_router_knows_its_experts(engine: Any) -> None:
     """On a GPU the layer of that name starts on the router's input; vLLM's two layers do not know each other."""
 
     def names(model: torch.nn.Module) -> tuple[set[str], set[str]]:
-        from quads.rollout.vllm_experts import Experts
-        from quads.rollout.vllm_linear import Router
+        from quads.rollout.vllm.experts import Experts
+        from quads.rollout.vllm.linear import Router
 
         layers = [(m, getattr(m, "quant_method", None)) for m in model.modules()]
         return (

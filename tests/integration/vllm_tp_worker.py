@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 
-from quads.config_sections import ParallelSettings, TrainSettings
+from quads.config.sections import ParallelSettings, TrainSettings
 from quads.distributed import Distributed, in_process_group, init_distributed
 from quads.errors import UserError
 from quads.quant.recipes import QuantSpec
 from quads.rollout.sync import sync
-from quads.rollout.vllm_engine import VLLMEngine
+from quads.rollout.vllm.engine import VLLMEngine
 from tests.integration.vllm_worker import make_learner, rollout, train_step
 from tests.vllm_models import CONFIG, CPU, LOGPROB_TOLERANCE, SETTINGS
 

@@ -2,14 +2,14 @@
 
 import torch
 
-from quads.quant import kernels
 from quads.quant.linear import SiteSpec
 from quads.quant.tensor import NVFP4Tensor
+from quads.quant.triton import ops as kernels
 from quads.rollout.sync import checksum
-from quads.rollout.vllm_linear import PackedLinear
-from quads.rollout.vllm_site import ReferenceSite
-from quads.rollout.vllm_store import Part
-from quads.rollout.vllm_triton import TritonSite
+from quads.rollout.vllm.linear import PackedLinear
+from quads.rollout.vllm.loading import Part
+from quads.rollout.vllm.site import ReferenceSite
+from quads.rollout.vllm.site_triton import TritonSite
 from tests.helpers import assert_bitwise, assert_close
 
 TOKENS, HIDDEN, WIDTH, EXPERTS, LIVE = 5, 96, 32, 3, 4

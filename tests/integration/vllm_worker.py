@@ -7,7 +7,7 @@ import os
 
 import torch
 
-from quads.config_sections import ParallelSettings, TrainSettings
+from quads.config.sections import ParallelSettings, TrainSettings
 from quads.distributed import Distributed, build_meshes, in_process_group, init_distributed
 from quads.model.attention import PackedContext
 from quads.model.logprobs import token_logprobs

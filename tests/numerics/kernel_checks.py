@@ -8,9 +8,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quads.quant import kernels, kernels_pack, nvfp4, residual
-from quads.quant.kernels_layout import activation_order, padded, tile
-from quads.quant.kernels_quantize import Compensation, quantize_activations
+from quads.quant import nvfp4, residual
+from quads.quant.triton import ops as kernels
+from quads.quant.triton import pack as kernels_pack
+from quads.quant.triton.layout import activation_order, padded, tile
+from quads.quant.triton.quantize import Compensation, quantize_activations
 
 
 def same_bits(got: Tensor, want: Tensor) -> bool:

@@ -11,7 +11,7 @@ from tests.helpers import assert_bitwise, assert_passes_interpreted
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 if INTERPRETED or torch.cuda.is_available():
-    from quads.quant import kernels_fp8
+    from quads.quant.triton import fp8 as kernels_fp8
 
     DEVICE = "cpu" if INTERPRETED else "cuda"
 

@@ -14,11 +14,12 @@ if INTERPRETED:
     import torch
 
     from quads.errors import UserError
-    from quads.quant import kernels, nvfp4, residual
-    from quads.quant.kernels_layout import tile
-    from quads.quant.kernels_moe import max_blocks, route
-    from quads.quant.kernels_select import select
-    from quads.quant.kernels_tune import ShapeClass, Tile
+    from quads.quant import nvfp4, residual
+    from quads.quant.triton import ops as kernels
+    from quads.quant.triton.layout import tile
+    from quads.quant.triton.routing import max_blocks, route
+    from quads.quant.triton.select import select
+    from quads.quant.triton.tune import ShapeClass, Tile
     from tests.numerics import kernel_checks as check
 
     class Watched:

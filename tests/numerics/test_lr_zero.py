@@ -8,11 +8,11 @@ import pytest
 
 import train
 from quads.assemble import build_parts
-from quads.checkpoint import TrainState, load_model_weights
 from quads.config import load_config
 from quads.distributed import init_distributed
-from quads.metrics import RunLog
 from quads.model.hf import load_model
+from quads.run.checkpoint import TrainState, load_model_weights
+from quads.run.metrics import RunLog
 from tests.helpers import assert_bitwise
 from tests.tiny_run import computed, make_world, options, train_rows
 

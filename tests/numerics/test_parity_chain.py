@@ -19,7 +19,7 @@ from quads.quant.learner import quantized_weights
 from quads.quant.recipes import QuantSpec
 from quads.quant.rollout import named_weights
 from quads.quant.tensor import QuantizedTensor
-from quads.rollout.native import NativeEngine
+from quads.rollout.native.engine import NativeEngine
 from quads.types import Completion, Sampling
 from tests.helpers import assert_bitwise, assert_close
 from tests.rollout_models import PLAIN, make_engine, make_learner, make_prompts

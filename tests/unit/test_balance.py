@@ -2,7 +2,7 @@ import random
 
 import torch
 
-from quads.config_sections import RLSettings
+from quads.config.sections import RLSettings
 from quads.distributed import Distributed
 from quads.model.config import ARCHITECTURES
 from quads.rl.balance import assign, attention_break_even, balance, pack_balanced, sequence_cost

@@ -12,12 +12,12 @@ import pytest
 import torch
 from torch import nn
 
-from quads.checkpoint import Checkpointer, find_checkpoint, latest_checkpoint, load_model_weights
-from quads.checkpoint_state import TrainState
-from quads.config_sections import CheckpointSettings
+from quads.config.sections import CheckpointSettings
 from quads.errors import UserError
 from quads.rl import streamed_adamw
 from quads.rl.optimizer import build_adamw
+from quads.run.checkpoint import Checkpointer, find_checkpoint, latest_checkpoint, load_model_weights
+from quads.run.checkpoint_state import TrainState
 from tests.helpers import assert_bitwise
 
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from quads.rl.code_reward import extract_code
-from quads.rl.code_tests import CodeTests, livecodebench_prompt, parse_tests
+from quads.rl.rewards.code import extract_code
+from quads.rl.rewards.code_tests import CodeTests, livecodebench_prompt, parse_tests
 
 
 @pytest.mark.parametrize(

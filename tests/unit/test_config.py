@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from quads.config import SECTIONS, Config, config_changes, config_to_toml, describe_keys, load_config
-from quads.config_sections import SourceSettings, TrainSettings
+from quads.config.sections import SourceSettings, TrainSettings
 from quads.errors import UserError, main_guard
 from tests.helpers import REPOSITORY, command_env
 

@@ -8,10 +8,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from quads.checkpoint import Checkpointer
-from quads.config_sections import CheckpointSettings, ParallelSettings, TrainSettings
+from quads.config.sections import CheckpointSettings, ParallelSettings, TrainSettings
 from quads.distributed import agree, choose_device, derive_seed, has_peers, init_distributed
 from quads.errors import UserError, main_guard
+from quads.run.checkpoint import Checkpointer
 
 CPU = TrainSettings(device="cpu", seed=5)
 

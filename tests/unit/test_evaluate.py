@@ -3,11 +3,11 @@ from concurrent.futures import Future
 
 import pytest
 
+from quads.config.options import take_option
 from quads.errors import UserError
-from quads.options import take_option
 from quads.rl.evaluate import eval_metrics, evaluate, format_side_by_side, format_table, pass_at_k
 from quads.rl.grading import Grading
-from quads.rl.helpers import Verdict
+from quads.sandbox.helpers import Verdict
 from quads.types import Completion, Example, Sampling
 
 

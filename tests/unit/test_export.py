@@ -10,8 +10,6 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from quads.checkpoint import Checkpointer
-from quads.checkpoint_state import TrainState
 from quads.config import config_to_toml, load_config
 from quads.export import export, main
 from quads.model.config import ARCHITECTURES
@@ -21,6 +19,8 @@ from quads.quant import nvfp4
 from quads.quant.learner import convert_learner, quantized_weights, requantize
 from quads.quant.recipes import QuantSpec
 from quads.quant.tensor import NVFP4Tensor
+from quads.run.checkpoint import Checkpointer
+from quads.run.checkpoint_state import TrainState
 from tests.helpers import assert_bitwise, run_command
 
 CONFIG = replace(ARCHITECTURES["tiny"], vocab_size=40, num_experts=4)

@@ -8,11 +8,11 @@ from typing import Literal
 import pytest
 import torch
 
-from quads.config_sections import RewardSettings
+from quads.config.sections import RewardSettings
 from quads.errors import UserError
 from quads.rl.grading import Grading, strip_stop
-from quads.rl.helpers import Verdict
-from quads.rl.rewards import RewardPool
+from quads.rl.rewards.pool import RewardPool
+from quads.sandbox.helpers import Verdict
 from quads.types import Completion, Example
 
 HANGS = r"\int_0^1 \sqrt{\sin(x^{17}+\cos(x^x))+\tan(x^3+x+1)^{\ln(x+2)}}\,dx"  # no computer algebra finishes it

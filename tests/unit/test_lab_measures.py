@@ -9,14 +9,15 @@ from matplotlib.text import Text
 
 from quads.config import config_to_toml
 from quads.errors import UserError
-from quads.lab import channels, curves, layers, ratio, recipes, style
-from quads.lab.arms import Arm, plan
+from quads.lab import channels, layers, ratio, style
 from quads.lab.gap import additivity, factors
 from quads.lab.results import markdown, number, write_result
+from quads.lab.runs import curves, recipes
+from quads.lab.runs.arms import Arm, plan
 from quads.lab.subject import Sequences
 from quads.model.config import ModelConfig
 from quads.quant.recipes import QuantSpec
-from quads.run_folder import run_header
+from quads.run.folder import run_header
 from tests.helpers import REPOSITORY, assert_close
 
 SEQUENCES = Sequences([[1, 2, 3], [4], [5, 6]], [[7, 8], [9], [10, 11, 12]], torch.zeros(6), 1.0)

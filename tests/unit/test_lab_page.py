@@ -6,9 +6,11 @@ import re
 import pytest
 
 from quads.errors import UserError
-from quads.lab import page, report, style
-from quads.lab.page import Section, markdown_to_html
-from quads.lab.report_text import TEXTS
+from quads.lab import style
+from quads.lab.report import build as report
+from quads.lab.report import page
+from quads.lab.report.page import Section, markdown_to_html
+from quads.lab.report.text import TEXTS
 from quads.lab.results import provenance
 
 

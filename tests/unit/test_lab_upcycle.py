@@ -5,12 +5,12 @@ import json
 import pytest
 import torch
 
+from quads.data.tokenizer import Tokenizer
 from quads.errors import UserError
-from quads.lab import upcycle
-from quads.lab.dense import read_dense
-from quads.lab.dense_gguf import LAYER_NAMES, TOP_NAMES, half_layout, packaged_smollm2
+from quads.lab.smollm2 import upcycle
+from quads.lab.smollm2.dense import read_dense
+from quads.lab.smollm2.dense_gguf import LAYER_NAMES, TOP_NAMES, half_layout, packaged_smollm2
 from quads.model.hf import load_model
-from quads.rl.tokenizer import Tokenizer
 from tests.helpers import assert_bitwise, assert_close
 
 transformers = pytest.importorskip("transformers")

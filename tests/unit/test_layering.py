@@ -9,28 +9,32 @@ from tests.helpers import REPOSITORY
 
 PACKAGE = REPOSITORY / "quads"
 SEEN = {
-    "base": {"base"},
-    "model": {"base", "model"},
-    "quant": {"base", "model", "quant"},
-    "rollout": {"base", "model", "quant", "rollout"},
-    "rl": {"base", "model", "quant", "rl"},
+    "base": {"base", "config"},
+    "config": {"base", "config"},
+    "run": {"base", "config", "run"},
+    "data": {"base", "config", "data", "rl"},
+    "sandbox": {"base", "config", "sandbox"},
+    "model": {"base", "config", "model"},
+    "quant": {"base", "config", "model", "quant"},
+    "rollout": {"base", "config", "model", "quant", "rollout"},
+    "rl": {"base", "config", "run", "data", "sandbox", "model", "quant", "rl"},
 }
 # Files beside the folders are base, except these.
 ESTIMATES = {
     "memory.py": "quant",
     "memory_learner.py": "quant",
 }  # need the shapes of models and the sizes of precisions
-JOINS = {"assemble.py", "export.py", "plan.py"}  # wiring above the layers, like train.py
+JOINS = {"assemble.py", "export.py", "plan.py", "plot.py"}  # wiring above the layers, like train.py
 KNOW_OTHER_PROCESSES = {
     "model/parallelize.py",
     "model/dispatch.py",
     "distributed.py",
-    "checkpoint.py",
-    "checkpoint_state.py",
+    "run/checkpoint.py",
+    "run/checkpoint_state.py",
     "rollout/sync.py",
-    "rollout/vllm_engine.py",  # vLLM's tensor-parallel groups span the trainer's processes
-    "rollout/vllm_groups.py",
-    "rollout/vllm_lifecycle.py",  # makes the default group before vLLM would
+    "rollout/vllm/engine.py",  # vLLM's tensor-parallel groups span the trainer's processes
+    "rollout/vllm/groups.py",
+    "rollout/vllm/guest.py",  # makes the default group before vLLM would
 }
 
 
@@ -93,5 +97,5 @@ def test_heavy_and_optional_packages_are_imported_late() -> None:
     for relative in FILES:
         for module, late in imports(PACKAGE / relative):
             root = module.split(".")[0]
-            if root in ("wandb", "transformers") or (root == "vllm" and not relative.startswith("rollout/vllm_")):
+            if root in ("wandb", "transformers") or (root == "vllm" and not relative.startswith("rollout/vllm/")):
                 assert late, f"quads/{relative} imports {module} at the top"

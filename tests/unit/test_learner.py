@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from quads.config_sections import OptimSettings, QuantSettings, RLSettings
+from quads.config.sections import OptimSettings, QuantSettings, RLSettings
 from quads.errors import UserError
 from quads.model.config import ModelConfig
 from quads.model.model import MoEDecoder

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from quads.config_sections import ParallelSettings, QuantSettings, RLSettings, RolloutSettings
+from quads.config.sections import ParallelSettings, QuantSettings, RLSettings, RolloutSettings
 from quads.memory import GIB, estimate_memory
 from quads.model.config import ARCHITECTURES
 from quads.quant.recipes import resolve

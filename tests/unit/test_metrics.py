@@ -11,13 +11,13 @@ import pytest
 import torch
 
 from quads.config import Config, load_config
-from quads.config_sections import LogSettings, TrainSettings
+from quads.config.sections import LogSettings, TrainSettings
 from quads.errors import UserError
-from quads.measure import Timers, mfu, peak_memory_gib
-from quads.metrics import RunLog, console_line
 from quads.model.config import ModelConfig
 from quads.model.flops import train_flops
-from quads.run_folder import git_commit, open_run_folder, read_rows
+from quads.run.folder import git_commit, open_run_folder, read_rows
+from quads.run.measure import Timers, mfu, peak_memory_gib
+from quads.run.metrics import RunLog, console_line
 from quads.types import Completion, Example
 
 QUIET = Config(log=LogSettings(tensorboard=False), train=TrainSettings(steps=20))
@@ -130,7 +130,7 @@ def test_console_line_shows_what_the_row_has() -> None:
 
 def test_phases_add_up_and_the_clock_starts_with_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter([10.0, 11.0, 15.0, 17.0, 20.0])  # two phases of 1 s and 2 s, 4 s apart; 3 s later the step ends
-    monkeypatch.setattr("quads.measure.time.perf_counter", lambda: next(clock))
+    monkeypatch.setattr("quads.run.measure.time.perf_counter", lambda: next(clock))
     timers = Timers(torch.device("cpu"))
     for _ in range(2):
         with timers.phase("learn"):

@@ -6,9 +6,11 @@ from typing import Any
 import pytest
 
 from quads import plan
-from quads.lab import channels, drift, gap, ratio, recipes, scores, upcycle, warmup
-from quads.options import real, whole
-from quads.rl import rewards
+from quads.config.options import real, whole
+from quads.lab import channels, drift, gap, ratio
+from quads.lab.runs import recipes, scores
+from quads.lab.smollm2 import upcycle, warmup
+from quads.rl.rewards import __main__ as rewards
 
 CONFIG = ["--config", "configs/tiny_quads.toml"]
 

@@ -5,12 +5,12 @@ import pytest
 import torch
 
 from quads.config import load_config
-from quads.config_sections import ParallelSettings, QuantSettings, RLSettings, RolloutSettings
+from quads.config.options import take_option
+from quads.config.sections import ParallelSettings, QuantSettings, RLSettings, RolloutSettings
 from quads.errors import UserError
 from quads.memory import GIB, check_memory, estimate_memory
 from quads.memory_learner import layer_activations
 from quads.model.config import ARCHITECTURES
-from quads.options import take_option
 from quads.plan import count_local_sizes, describe, main, make_plan, rollout_rate, ways_to_fit
 from quads.quant.recipes import resolve
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from quads.config_sections import QuantSettings
+from quads.config.sections import QuantSettings
 from quads.errors import UserError
 from quads.quant import backend
 from quads.quant.recipes import QuantSpec, banner, resolve

@@ -9,12 +9,13 @@ from typing import Any
 
 import pytest
 
-from quads.config_sections import RewardSettings
-from quads.rl.code_tests import CodeTests
-from quads.rl.helpers import Helper, HelperError, HelperPool
-from quads.rl.judges import JudgePool, judge_environment
-from quads.rl.reasoning import make_dataset, score
-from quads.rl.rewards import RewardPool, main, tagged
+from quads.config.sections import RewardSettings
+from quads.rl.rewards.__main__ import main
+from quads.rl.rewards.code_tests import CodeTests
+from quads.rl.rewards.judges import JudgePool, judge_environment
+from quads.rl.rewards.pool import RewardPool, tagged
+from quads.rl.rewards.task import make_dataset, score
+from quads.sandbox.helpers import Helper, HelperError, HelperPool
 from quads.types import Example
 
 
@@ -137,7 +138,7 @@ def test_closing_ends_work_and_processes() -> None:
     pool = JudgePool("math", workers=1, time_s=60.0)
     assert pool.submit("math", "1", r"\boxed{1}", False).result(timeout=60).reward == 1.0
     (pid,) = [int(p) for t in Path("/proc/self/task").iterdir() for p in (t / "children").read_text().split()
-              if b"quads.rl.judge" in Path(f"/proc/{p}/cmdline").read_bytes()][-1:]  # fmt: skip
+              if b"quads.rl.rewards.judge" in Path(f"/proc/{p}/cmdline").read_bytes()][-1:]  # fmt: skip
     pool.close()
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)

@@ -4,8 +4,8 @@ import time
 
 import pytest
 
-from quads.rl.math_reward import is_readable, math_reward, same_answer
-from quads.rl.math_text import clean, extract_answer
+from quads.rl.rewards.math import is_readable, math_reward, same_answer
+from quads.rl.rewards.math_text import clean, extract_answer
 from tests.unit.math_pairs import PAIRS
 
 LIMIT_S = 5.0  # the default of [reward] judge_time_s

@@ -7,7 +7,7 @@ import torch
 
 from quads.errors import UserError
 from quads.model.config import ARCHITECTURES
-from quads.rollout.kv_cache import Prefix, allocate, describe, move_slots
+from quads.rollout.native.kv_cache import Prefix, allocate, describe, move_slots
 from tests.helpers import assert_bitwise
 
 CPU = torch.device("cpu")

@@ -3,12 +3,12 @@
 import pytest
 import torch
 
-from quads.config_sections import RolloutSettings
+from quads.config.sections import RolloutSettings
 from quads.errors import UserError
 from quads.model.attention import PackedContext, routing
 from quads.quant.recipes import QuantSpec
-from quads.rollout.decode import Decoder, rounded
-from quads.rollout.native import NativeEngine, choose_graphs
+from quads.rollout.native.decode import Decoder, rounded
+from quads.rollout.native.engine import NativeEngine, choose_graphs
 from quads.rollout.sync import sync
 from quads.types import Completion, Sampling
 from tests.helpers import assert_bitwise, assert_close
@@ -108,7 +108,7 @@ def test_shared_prefill_equals_separate_prefill_and_runs_each_prompt_once(slots:
 def test_prefill_in_several_passes(monkeypatch: pytest.MonkeyPatch) -> None:
     engine, prompts = make_engine(), make_prompts(8)
     whole = engine.generate(prompts, 2, SAMPLING, list(range(16)))
-    monkeypatch.setattr("quads.rollout.generation.PREFILL_TOKENS", 9)
+    monkeypatch.setattr("quads.rollout.native.generation.PREFILL_TOKENS", 9)
     assert_same(flat(engine.generate(prompts, 2, SAMPLING, list(range(16)))), flat(whole))
 
 

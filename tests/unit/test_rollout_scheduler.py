@@ -2,7 +2,7 @@
 
 import torch
 
-from quads.rollout.scheduler import Batch, Groups, SampleLog, Waiting
+from quads.rollout.native.scheduler import Batch, Groups, SampleLog, Waiting
 from quads.types import Sampling
 
 

@@ -5,7 +5,7 @@ import signal
 
 import pytest
 
-from quads.signals import SIGNALS, StopRequest
+from quads.run.signals import SIGNALS, StopRequest
 
 
 @pytest.mark.parametrize("number", SIGNALS)

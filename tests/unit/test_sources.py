@@ -13,13 +13,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from quads.config_sections import SourceSettings, TaskSettings
-from quads.config_sources import REPOSITORY_CONFIGS, read_toml
-from quads.config_values import check_table
+from quads.config.sections import SourceSettings, TaskSettings
+from quads.config.sources import REPOSITORY_CONFIGS, read_toml
+from quads.config.values import check_table
+from quads.data.sources import StreamRows
+from quads.data.tasks import Task, build_task
+from quads.data.tokenizer import Tokenizer
 from quads.errors import UserError
-from quads.rl.sources import StreamRows
-from quads.rl.tasks import Task, build_task
-from quads.rl.tokenizer import Tokenizer
 from tests.helpers import REPOSITORY
 
 TOKENIZER = Tokenizer(REPOSITORY / "examples" / "tokenizer")

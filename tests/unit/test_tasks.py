@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from quads.config_sections import SourceSettings, TaskSettings
+from quads.config.sections import SourceSettings, TaskSettings
+from quads.data.order import Mixture, Shuffled, permutation, stable_seed
+from quads.data.tasks import Task, build_task
+from quads.data.tokenizer import Tokenizer
 from quads.errors import UserError
-from quads.rl.order import Mixture, Shuffled, permutation, stable_seed
-from quads.rl.tasks import Task, build_task
-from quads.rl.tokenizer import Tokenizer
 from tests.helpers import REPOSITORY
 
 TOKENIZER = Tokenizer(REPOSITORY / "examples" / "tokenizer")

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from quads.data.tokenizer import Tokenizer
 from quads.errors import UserError
-from quads.rl.tokenizer import Tokenizer
 from tests.helpers import REPOSITORY
 
 EXAMPLE = REPOSITORY / "examples" / "tokenizer"

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from quads.rollout.vllm_folder import model_folder
-from quads.rollout.vllm_options import PluginOptions
+from quads.rollout.vllm.folder import model_folder
+from quads.rollout.vllm.options import PluginOptions
 from tests.vllm_models import CONFIG
 
 W4A4 = PluginOptions(precision="w4a4").to_dict()
@@ -32,8 +32,8 @@ def test_vllms_cache_key_follows_model_and_precision(tmp_path: Path) -> None:
     """The key of compiled graphs, in which precision, ratio and selection are constants."""
     from vllm.engine.arg_utils import EngineArgs  # pyright: ignore[reportMissingImports]
 
-    from quads.rollout.vllm_models import register_models
-    from quads.rollout.vllm_plugin import register
+    from quads.rollout.vllm.models import register_models
+    from quads.rollout.vllm.plugin import register
 
     register()
     register_models()

@@ -9,10 +9,10 @@ from quads.quant import nvfp4
 from quads.quant.linear import SiteSpec
 from quads.quant.recipes import QuantSpec
 from quads.quant.tensor import NVFP4Tensor
-from quads.rollout.vllm_ledger import LoadLedger
-from quads.rollout.vllm_options import PluginOptions
-from quads.rollout.vllm_site import ReferenceSite
-from quads.rollout.vllm_store import Part, PlainLoader
+from quads.rollout.vllm.ledger import LoadLedger
+from quads.rollout.vllm.loading import Part, PlainLoader
+from quads.rollout.vllm.options import PluginOptions
+from quads.rollout.vllm.site import ReferenceSite
 from tests.helpers import assert_bitwise
 
 SPEC = SiteSpec("w4a4", 0.5, "batch", "pow2")

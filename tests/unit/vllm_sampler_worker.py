@@ -13,7 +13,7 @@ from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.sample.sampler import Sampler
 
 from quads.rollout.sampling import draw, seed_tensor, uniforms
-from quads.rollout.vllm_sampling import install_sampler, only_temperature
+from quads.rollout.vllm.sampler import install_sampler, only_temperature
 from tests.unit.vllm_sampling_worker import Counted
 
 ROWS, VOCABULARY = 6, 700

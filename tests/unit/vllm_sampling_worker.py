@@ -5,7 +5,7 @@ from torch import Tensor
 
 from quads.rollout import sampling
 from quads.rollout.sampling import seed_tensor, uniforms
-from quads.rollout.vllm_sampling import CHUNK, batch_uniforms, draw, next_uniforms
+from quads.rollout.vllm.sampler import CHUNK, batch_uniforms, draw, next_uniforms
 
 
 class Counted:

@@ -1,0 +1,99 @@
+"""Which rows of a data set are trained on: filters in a fixed order, each with a count of what it dropped."""
+
+from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
+
+from quads.config.sections import SourceSettings
+from quads.data.prompts import PromptBuilder
+from quads.data.rows import Row
+
+BATCH = 128
+
+CheckAnswers = Callable[[list[str]], list[bool]]
+
+
+class RowFilter:
+    """Drops rows of one source by language, missing answer, repeated prompt, unreadable answer, length.
+
+    `counts` holds how many rows each reason dropped, in words for people. Prompts are remembered, so a filter serves
+    one pass over one source.
+
+    Args:
+        check_answers: for reward math, tells which gold answers can be read.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        settings: SourceSettings,
+        builder: PromptBuilder,
+        max_prompt_tokens: int,
+        check_answers: CheckAnswers,
+    ):
+        self.name, self.settings, self.builder = name, settings, builder
+        self.max_tokens = settings.max_prompt_tokens or max_prompt_tokens
+        self.check_answers = check_answers
+        self.counts: dict[str, int] = {}
+        self._seen: set[bytes] = set()
+
+    def __call__(self, rows: Iterable[Row]) -> Iterator[Row]:
+        """The rows that stay, in order. Reads ahead by up to 128 rows, to tokenize them together."""
+        kept = (row for row in rows if self._keep(row))
+        while batch := list(islice(kept, BATCH)):
+            if self.settings.reward == "math":
+                readable = self.check_answers([row.answer for row in batch])
+                batch = self._drop(batch, readable, "answer that cannot be read as mathematics")
+            if not batch:
+                continue
+            ids = self.builder.ids(self.builder.word(self.name, self.settings, row) for row in batch)
+            for row, row_ids in zip(batch, ids, strict=True):
+                if self.fits(len(row_ids)):
+                    yield row
+
+    def fits(self, num_tokens: int) -> bool:
+        """Is a prompt of this length used? Counts it if not."""
+        if num_tokens > self.max_tokens:
+            self.count(f"prompt longer than {self.max_tokens} tokens")
+            return False
+        if num_tokens < max(1, self.settings.min_prompt_tokens):
+            self.count(f"prompt shorter than {max(1, self.settings.min_prompt_tokens)} tokens")
+            return False
+        return True
+
+    def count(self, reason: str) -> None:
+        self.counts[reason] = self.counts.get(reason, 0) + 1
+
+    def report(self) -> str:
+        """What was dropped, in words: `12 repeated prompt, 3 answer missing`; "" if nothing was."""
+        return ", ".join(f"{count:,} {reason}" for reason, count in self.counts.items() if count)
+
+    def _keep(self, row: Row) -> bool:
+        if self.settings.language and not in_language(row.prompt, self.settings.language):
+            self.count(f"not in language {self.settings.language}")
+        elif row.answer is None:
+            self.count("answer missing")
+        elif row.key in self._seen:
+            self.count("repeated prompt")
+        else:
+            self._seen.add(row.key)
+            return True
+        return False
+
+    def _drop(self, rows: list[Row], keep: list[bool], reason: str) -> list[Row]:
+        for _ in range(keep.count(False)):
+            self.count(reason)
+        return [row for row, stays in zip(rows, keep, strict=True) if stays]
+
+
+def in_language(prompt: str | list[dict[str, str]], language: str) -> bool:
+    """By script: `zh` needs a tenth of the letters in Han script, `en` nine tenths in the Latin alphabet of ASCII.
+
+    Mathematics is written with Latin letters everywhere, hence the low bar for Han. A prompt without letters fits.
+    """
+    text = prompt if isinstance(prompt, str) else " ".join(message["content"] for message in prompt)
+    letters = [character for character in text if character.isalpha()]
+    if not letters:
+        return True
+    if language == "zh":
+        return sum("\u4e00" <= c <= "\u9fff" for c in letters) >= 0.1 * len(letters)
+    return sum(c.isascii() for c in letters) >= 0.9 * len(letters)

@@ -1,0 +1,219 @@
+"""One raw row of a data set -> a checked `Row`: columns found, types checked, answer taken out.
+
+A row that is wrong (missing column, wrong type, empty prompt) is an error of the data, reported with file and row. One
+without an answer is merely dropped, and counted.
+"""
+
+import hashlib
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from quads.config.sections import SourceSettings
+from quads.errors import UserError
+from quads.rl.rewards.code_tests import LIVECODEBENCH_COLUMNS, livecodebench_prompt, parse_tests
+
+SHOWN = 10  # bad rows listed in one message
+
+
+@dataclass
+class Row:
+    """A prompt as the data set has it (no template yet) with what its scorer needs.
+
+    Example: `Row("gsm8k/12", "line 12 of train.jsonl", "What is 3 + 4?", "7")`
+    """
+
+    id: str
+    where: str  # for messages
+    prompt: str | list[dict[str, str]]
+    answer: Any  # None: the row has no answer
+
+    @property
+    def key(self) -> bytes:
+        """Equal for exact duplicates: the prompt's text, white space at the ends and repeats of it ignored."""
+        return prompt_key(self.prompt)
+
+
+class BadRow(Exception):
+    """Why one row cannot be used."""
+
+
+def prompt_key(prompt: str | list[dict[str, str]]) -> bytes:
+    """16 bytes that stand for a prompt."""
+    texts = [prompt] if isinstance(prompt, str) else [message["content"] for message in prompt]
+    words = "\x1e".join(" ".join(text.split()) for text in texts)
+    return hashlib.blake2b(words.encode(), digest_size=16).digest()
+
+
+def needed_columns(settings: SourceSettings) -> list[str]:
+    """Columns that every row must have."""
+    paths = [settings.prompt_column, *settings.where]
+    if settings.reward == "code" and settings.code_format == "livecodebench":
+        paths += LIVECODEBENCH_COLUMNS
+    else:
+        paths.append(settings.answer_column)
+    if settings.id_column not in ("", "id"):  # the default name is used only where there is such a column
+        paths.append(settings.id_column)
+    return list(dict.fromkeys(path.partition(".")[0] for path in paths))
+
+
+def read_rows(
+    name: str, settings: SourceSettings, raw: Iterable[tuple[int, Any]], place: str, unit: str, counts: dict[str, int]
+) -> Iterator[Row]:
+    """Checked rows in their order; rows that [sources] `where` filters out are left out and counted.
+
+    Args:
+        raw: (row number, the row as a dict, or a `BadRow` met while reading it).
+        place, unit: for messages: `line 7 of train.jsonl` is unit "line", place "train.jsonl".
+
+    Raises:
+        UserError: after the last row, if any was bad and `bad_rows` is not "drop"; lists the first ten.
+    """
+    bad: list[tuple[int, str]] = []
+    seen_ids: dict[str, int] = {}
+    total = 0
+    for number, values in raw:
+        total += 1
+        try:
+            if isinstance(values, BadRow):
+                raise values
+            row = _read_row(name, settings, values, number, f"{unit} {number} of {place}")
+            if row is None:
+                counts["filtered by `where`"] = counts.get("filtered by `where`", 0) + 1
+                continue
+            if row.id in seen_ids:
+                raise BadRow(f"id {row.id!r} is already that of {unit} {seen_ids[row.id]}")
+            seen_ids[row.id] = number
+        except BadRow as reason:
+            if settings.bad_rows == "drop":
+                counts["unusable row"] = counts.get("unusable row", 0) + 1
+            else:
+                bad.append((number, str(reason)))
+            continue
+        if not bad:
+            yield row
+    refuse_bad_rows(f"[sources.{name}] {place}", unit, bad, total)
+
+
+def refuse_bad_rows(place: str, unit: str, bad: list[tuple[int, str]], total: int) -> None:
+    """UserError that lists the first ten of `bad` (row number, reason), if there is any."""
+    if not bad:
+        return
+    lines = [f"  {unit} {number}: {reason}" for number, reason in bad[:SHOWN]]
+    if len(bad) > SHOWN:
+        lines.append(f"  ... and {len(bad) - SHOWN} more")
+    head = f"{place}: {len(bad)} of {total} rows cannot be used; correct or remove them:"
+    raise UserError("\n".join([head, *lines]))
+
+
+def _read_row(name: str, settings: SourceSettings, values: Any, number: int, where: str) -> Row | None:
+    """None when `where` filters the row out."""
+    if not isinstance(values, dict):
+        raise BadRow(f"a row must be an object of columns, this one is {_kind(values)}")
+    for column, wanted in settings.where.items():
+        value = _column(values, column)
+        if value not in (wanted if isinstance(wanted, list | tuple) else [wanted]):
+            return None
+    prompt = _prompt(_column(values, settings.prompt_column), settings.prompt_column)
+    if settings.reward == "code" and settings.code_format == "livecodebench":
+        answer = {column: _column(values, column) for column in LIVECODEBENCH_COLUMNS}
+        prompt = livecodebench_prompt(prompt, answer)
+    else:
+        answer = _column(values, settings.answer_column)
+    if settings.reward == "code":
+        try:
+            parse_tests(answer, settings.code_format)
+        except ValueError as error:
+            raise BadRow(str(error)) from None
+    else:
+        answer = _text_answer(answer, settings)
+    return Row(f"{name}/{_row_id(values, settings, number)}", where, prompt, answer)
+
+
+def _column(values: dict[str, Any], path: str) -> Any:
+    """`a.0.b` -> values["a"][0]["b"]; a column whose own name has dots is found first."""
+    if path in values:
+        return values[path]
+    value: Any = values
+    walked: list[str] = []
+    for part in path.split("."):
+        if isinstance(value, dict) and part in value:
+            value = value[part]
+        elif isinstance(value, list | tuple) and part.isdigit() and int(part) < len(value):
+            value = value[int(part)]
+        else:
+            inside = f" in {'.'.join(walked)}" if walked else ""
+            have = f"; there is: {', '.join(map(str, value)) or 'nothing'}" if isinstance(value, dict) else ""
+            raise BadRow(f"no column {part!r}{inside}{have}")
+        walked.append(part)
+    return value
+
+
+def _row_id(values: dict[str, Any], settings: SourceSettings, number: int) -> str:
+    if settings.id_column == "id" and "id" not in values:  # the default name, and this data set has no ids
+        return str(number)
+    value = _column(values, settings.id_column) if settings.id_column else number
+    if isinstance(value, bool) or not isinstance(value, str | int) or value == "":
+        raise BadRow(f"column {settings.id_column!r} must hold text or an integer, has {_kind(value)}")
+    return _utf8(str(value), settings.id_column)
+
+
+def _prompt(value: Any, column: str) -> str | list[dict[str, str]]:
+    if isinstance(value, str):
+        return _usable_text(value, column)
+    if isinstance(value, list | tuple) and value:
+        messages = []
+        for message in value:
+            if not isinstance(message, dict) or not {"role", "content"} <= message.keys():
+                raise BadRow(f"column {column!r}: a chat message must have role and content, is {_kind(message)}")
+            content = message["content"]
+            if not isinstance(content, str):
+                raise BadRow(f"column {column!r}: the content of a message must be text, is {_kind(content)}")
+            messages.append({"role": str(message["role"]), "content": _usable_text(content, column)})
+        if messages[-1]["role"] != "user":
+            raise BadRow(f"column {column!r}: the last chat message must be the user's, is {messages[-1]['role']!r}'s")
+        return messages
+    if isinstance(value, list | tuple) or value is None:
+        raise BadRow(f"column {column!r} is empty; a prompt must have text")
+    raise BadRow(f"column {column!r} must hold text or chat messages, has {_kind(value)}")
+
+
+def _usable_text(text: str, column: str) -> str:
+    if not text.strip():
+        raise BadRow(f"column {column!r} is empty; a prompt must have text")
+    return _utf8(text, column)
+
+
+def _utf8(text: str, column: str) -> str:
+    """JSON can spell half a character (a lone surrogate), which no file or tokenizer takes."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise BadRow(f"column {column!r} is not valid UTF-8 (character {error.start})") from None
+    return text
+
+
+def _text_answer(value: Any, settings: SourceSettings) -> str | None:
+    """The answer as text; None where it is missing."""
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, str | int | float):
+        raise BadRow(f"column {settings.answer_column!r} must hold text or a number, has {_kind(value)}")
+    text = _utf8(value, settings.answer_column) if isinstance(value, str) else repr(value)
+    if settings.answer_pattern:
+        found = re.findall(settings.answer_pattern, text)
+        if not found:
+            return None
+        text = found[-1] if isinstance(found[-1], str) else found[-1][0]
+    return text.strip() or None
+
+
+def _kind(value: Any) -> str:
+    if value is None:
+        return "null"
+    names = {dict: "an object", list: "a list", str: "text", bool: "a truth value", int: "a number", float: "a number"}
+    shown = repr(value)
+    return (
+        f"{names.get(type(value), f'a {type(value).__name__}')} ({shown if len(shown) <= 40 else shown[:37] + '...'})"
+    )

@@ -1,0 +1,272 @@
+"""The door to the Triton kernels: which path serves a precision on a device, and linear and expert layers that use it.
+
+    choose(device, precision) -> (path, why)         "native_fp4" | "decoded" | UserError naming the choices
+    weight = KernelWeight.from_packed(packed, block_scale, g)          then weight.load_(...) in place
+    y = linear(x, weight, "w4a4_residual", ratio, selection, live)
+    y = moe(x, w13, w2, topk_ids, topk_weights, "w4a4", ...)
+    quantize, dequantize, qdq, compensate_packed                       the operators of nvfp4.py and residual.py
+
+Paths: "native_fp4" multiplies 4-bit operands on Blackwell's tensor cores (gemm_fp4.py); "decoded" turns codes
+into bfloat16 in registers, exactly, and multiplies those (gemm.py). Nothing here synchronizes with the host,
+and no shape depends on data, so every call may be captured in a CUDA graph once it has run before.
+"""
+
+from typing import Literal
+
+import torch
+import triton
+from torch import Tensor
+
+from quads.errors import UserError
+from quads.quant.residual import PackedPair, Selection
+from quads.quant.triton import gemm_fp4 as kernels_native
+from quads.quant.triton.dense import expanded, sum_parts
+from quads.quant.triton.gemm import w4_gemm_kernel
+from quads.quant.triton.layout import TILE
+from quads.quant.triton.math import compiled
+from quads.quant.triton.pack import dequantize, qdq, quantize
+from quads.quant.triton.quantize import (
+    SCORED_ROWS,
+    Compensation,
+    Operand,
+    budget,
+    quantize_activations,
+    reorder_activations,
+)
+from quads.quant.triton.routing import Routing, combine, empty_map, map_arguments, route
+from quads.quant.triton.tune import NARROW, Layer, ShapeClass, Tile, shape_class, tile
+from quads.quant.triton.weight import KernelWeight
+
+__all__ = [
+    "KernelWeight",
+    "choose",
+    "compensate_packed",
+    "dequantize",
+    "linear",
+    "moe",
+    "qdq",
+    "quantize",
+    "quantize_ahead",
+]
+
+Precision = Literal["w4a16", "w4a4", "w4a4_residual"]
+Path = Literal["native_fp4", "decoded"]
+
+
+def choose(device: torch.device | str, precision: str, path: str = "auto") -> tuple[Path, str]:
+    """(path, why) for 4-bit weights at a precision. Raises UserError if it, or the path asked for, cannot be had."""
+    if precision not in ("w4a16", "w4a4", "w4a4_residual"):
+        raise UserError(f"no Triton kernel for precision {precision!r}; choose w4a16, w4a4 or w4a4_residual")
+    if path not in ("auto", "native_fp4", "decoded"):
+        raise UserError(f"no kernel path {path!r}; choose auto, native_fp4 or decoded")
+    device = torch.device(device)
+    if device.type != "cuda":
+        if compiled():
+            raise UserError(
+                f'Triton kernels need a CUDA GPU, not {device.type}; use kernel = "reference" (or TRITON_INTERPRET=1)'
+            )
+        return ("native_fp4" if path == "native_fp4" else "decoded"), "Triton interpreter"
+    major, minor = torch.cuda.get_device_capability(device)
+    name = torch.cuda.get_device_name(device)
+    if major < 9:
+        raise UserError(f'{name} (sm_{major}{minor}) is older than Hopper; use kernel = "reference"')
+    native = major == 10 and precision != "w4a16"
+    if path == "native_fp4" and not native:
+        raise UserError(
+            f"{name} (sm_{major}{minor}) has no native FP4 path for {precision}; choose decoded or reference"
+        )
+    if native and path != "decoded":
+        return "native_fp4", f"{name} has FP4 tensor cores (tcgen05)"
+    why = "16-bit activations" if precision == "w4a16" else "no tcgen05 FP4" if major != 10 else "asked for"
+    return "decoded", f"{name}: {why}; codes are decoded to bfloat16 in registers"
+
+
+def compensate_packed(x_TK: Tensor, ratio: float, selection: Selection, live_T: Tensor | None = None) -> PackedPair:
+    """`quads.quant.residual.compensate_packed` on the GPU: codes, scales and mask."""
+    rows, k = x_TK.shape
+    operand, mask = quantize_activations(
+        x_TK, k, Compensation(ratio, selection), _bytes(live_T), codes=True, whole=True
+    )
+    assert operand.block_scale is not None and operand.scale is not None and mask is not None
+    parts = (operand.data, operand.block_scale.view(torch.float8_e4m3fn), operand.scale.unsqueeze(-1))
+    main, residual = (tuple(part[half] for part in parts) for half in (slice(0, rows), slice(rows, None)))
+    return PackedPair(main, residual, mask.bool())  # pyright: ignore[reportArgumentType]
+
+
+def _bytes(live: Tensor | None) -> Tensor | None:
+    return None if live is None else live.view(torch.uint8)
+
+
+def _operand(
+    x: Tensor,
+    weight: KernelWeight,
+    precision: Precision,
+    compensation: Compensation,
+    live: Tensor | None,
+    stored: bool = False,
+    slots: tuple[Tensor, int] | None = None,
+    route: dict | None = None,
+) -> Operand:
+    """The activations of one GEMM at a precision."""
+    if precision == "w4a16":
+        return Operand(x, None, None, False) if stored else reorder_activations(x, weight.k, live, route)
+    keeps_some = precision == "w4a4_residual" and budget(weight.k, compensation) > 0  # without channels no residual
+    operand, _ = quantize_activations(
+        x,
+        weight.k,
+        compensation if keeps_some else None,
+        live,
+        codes=weight.path == "native_fp4",
+        stored=stored,
+        slots=slots,
+        route=route,
+    )
+    return operand
+
+
+def _overlaps(mode: str, n_rows: int, experts: int) -> bool:
+    """Whether a GEMM is launched while the kernel before it runs. A grid that does not fill the GPU then lands unevenly
+    on it: measured slower."""
+    return n_rows <= 16 if mode == "dense" else n_rows >= experts
+
+
+def _gemm(
+    operand: Operand,
+    weight: KernelWeight,
+    out: Tensor,
+    layer: Layer,
+    row: ShapeClass,
+    name: str,
+    blocks: int,
+    n_rows: int,
+    routing: Routing | None = None,
+    top_k: int = 1,
+) -> None:
+    """Launch one GEMM of either path."""
+    mode = {"w13": "gather", "w2": "scatter"}.get(layer, "dense")
+    if weight.path == "native_fp4":
+        kernels_native.launch(operand, weight, out, mode, row.bm, blocks, n_rows, routing, top_k)
+        return
+    nb, kb = weight.words.shape[1:3]
+    unused = weight.g
+
+    def run(choice: Tile) -> None:
+        split = choice.split if kb % choice.split == 0 else 1
+        kstep = choice.kstep if kb // split % choice.kstep == 0 else 1
+        target = out if split == 1 else torch.empty(split, *out.shape, dtype=torch.float32, device=out.device)
+        w4_gemm_kernel[(blocks * nb * (TILE // choice.bn) * split,)](
+            operand.data,
+            unused if operand.scale is None else operand.scale,
+            weight.words,
+            weight.scales.view(torch.int16),
+            weight.g,
+            unused if routing is None else routing.rows,
+            unused if routing is None else routing.expert,
+            target,
+            n_rows,
+            weight.n,
+            nb,
+            kb,
+            operand.data.stride(0),
+            out.stride(0),
+            TOP_K=top_k,
+            BM=row.bm,
+            BN=choice.bn,
+            KSTEP=kstep,
+            MODE=mode,
+            SCALED=operand.scale is not None,
+            RESIDUAL=operand.residual,
+            SPLIT=split,
+            ASM=compiled(),
+            num_warps=choice.warps,
+            num_stages=choice.stages,
+            launch_pdl=compiled() and _overlaps(mode, n_rows, weight.experts),
+        )
+        if split > 1:
+            sum_parts(target, out)
+
+    run(tile(row, layer, name, weight.n, weight.k, run))
+
+
+def linear(
+    x_TK: Tensor,
+    weight: KernelWeight,
+    precision: Precision,
+    ratio: float = 0.5,
+    selection: Selection = "batch",
+    live_T: Tensor | None = None,
+) -> Tensor:
+    """y = x W^T, bfloat16 [T, N]. x: bfloat16 [T, K]; live_T: bool [T], rows that take part in the channel scores."""
+    tokens = x_TK.shape[0]
+    name = "dense_residual" if precision == "w4a4_residual" else "dense"
+    row = shape_class(x_TK.device, name, tokens, weight.path == "native_fp4")
+    compensation = Compensation(ratio, selection)
+    if row.expand:
+        return expanded(x_TK, weight, precision, compensation, _bytes(live_T))
+    out = torch.empty(tokens, weight.n, dtype=torch.bfloat16, device=x_TK.device)
+    operand = _operand(x_TK, weight, precision, compensation, _bytes(live_T))
+    layer = "narrow" if weight.n <= NARROW else "dense"
+    _gemm(operand, weight, out, layer, row, name, triton.cdiv(tokens, row.bm), tokens)
+    return out
+
+
+def moe(
+    x_TH: Tensor,
+    w13: KernelWeight,
+    w2: KernelWeight,
+    topk_ids_TA: Tensor,
+    topk_weights_TA: Tensor,
+    precision: Precision,
+    residual_sites: tuple[str, ...] = ("w13",),
+    ratio: float = 0.5,
+    selection: Selection = "batch",
+    live_T: Tensor | None = None,
+    quantized: Operand | None = None,
+) -> Tensor:
+    """Routed experts, bfloat16 [T, H]: sum over a token's experts of gate * w2(silu(gate rows) * up rows).
+
+    x: bfloat16 [T, H]; topk_ids int [T, A]; topk_weights [T, A]; live_T bool [T]: dead rows cost nothing and give 0.
+    With precision "w4a4_residual" the sites named in residual_sites ("w13", "w2") are compensated, the other is w4a4.
+    quantized: what `quantize_ahead` made of x; the result is the same.
+    """
+    tokens, top_k = topk_ids_TA.shape
+    compensation = Compensation(ratio, selection)
+    at = {site: _site_precision(precision, site, residual_sites) for site in ("w13", "w2")}
+    name = "moe_residual" if "w4a4_residual" in at.values() else "moe"
+    row = shape_class(x_TH.device, name, tokens * top_k / w13.experts, w13.path == "native_fp4")
+    live = _bytes(live_T)
+    # the quantizer of x writes the routing map as well
+    decode = quantized is None and w13.path == "decoded" and tokens <= SCORED_ROWS
+    routing = empty_map(topk_ids_TA, w13.experts, row.bm) if decode else route(topk_ids_TA, w13.experts, row.bm, live)
+    job = map_arguments(routing, topk_ids_TA, w13.experts) if decode else None
+    blocks, pairs = routing.expert.numel(), routing.pairs
+
+    hidden = torch.empty(blocks * row.bm, w13.hidden_width, dtype=torch.bfloat16, device=x_TH.device)
+    operand = quantized or _operand(x_TH, w13, at["w13"], compensation, live, route=job)
+    _gemm(operand, w13, hidden, "w13", row, name, blocks, pairs, routing, top_k)
+
+    live_slots = (routing.rows < pairs).view(torch.uint8) if at["w2"] == "w4a4_residual" else None
+    stored = w2.path == "decoded"
+    operand = _operand(hidden, w2, at["w2"], compensation, live_slots, stored, (routing.rows, pairs))
+    y = torch.empty(pairs, w2.n, dtype=torch.bfloat16, device=x_TH.device)
+    _gemm(operand, w2, y, "w2", row, name, blocks, pairs, routing)
+    return combine(y, topk_ids_TA, topk_weights_TA, w13.experts, live)
+
+
+def quantize_ahead(
+    x_TH: Tensor,
+    w13: KernelWeight,
+    precision: Precision,
+    ratio: float = 0.5,
+    selection: Selection = "batch",
+    live_T: Tensor | None = None,
+) -> Operand:
+    """The activations of an expert layer's first GEMM, which do not depend on the routing: for `moe(quantized=...)`.
+
+    precision: of w13.
+    """
+    return _operand(x_TH, w13, precision, Compensation(ratio, selection), _bytes(live_T))
+
+
+def _site_precision(precision: Precision, site: str, residual_sites: tuple[str, ...]) -> Precision:
+    return "w4a4" if precision == "w4a4_residual" and site not in residual_sites else precision

@@ -1,0 +1,207 @@
+"""Quantizing activations on a GPU: one pass over a row gives its codes and, with compensation, those of its residual.
+
+The kernels are in rows.py.
+"""
+
+import math
+from typing import NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from quads.quant.triton.codes import launch_shape, whole_blocks
+from quads.quant.triton.layout import padded
+from quads.quant.triton.math import compiled
+from quads.quant.triton.rows import row_codes_kernel, rows_kernel
+from quads.quant.triton.select import clear_unselected, select
+
+SCORED_ROWS = 512
+"""Up to so many rows are quantized and scored in one pass, and unselected channels cleared afterwards: one launch less
+and x read once, for a partial score a row and channel."""
+
+
+class Operand(NamedTuple):
+    """Activations as a GEMM reads them."""
+
+    data: Tensor  # bfloat16 [R or 2R, width] in the GEMM's order (main, then residual), or packed codes uint8
+    scale: Tensor | None  # fp32 [R or 2R], one global scale a row; None: 16-bit activations
+    block_scale: Tensor | None  # E4M3 bytes uint8 [R or 2R, width/16] when data holds codes
+    residual: bool
+
+
+class Compensation(NamedTuple):
+    """Settings of residual compensation (quads.quant.residual)."""
+
+    ratio: float
+    selection: str
+
+
+def row_warps(rows: int, kp: int, by_token: bool = False) -> int:
+    """Warps of a row's program: more for latency with few rows, fewer for throughput with many. Choosing channels row
+    by row counts again and again, which one warp does without barriers."""
+    columns = 512 if rows < 1024 else 2048 if by_token else 1024
+    return min(max(kp // columns, 1), 8)
+
+
+def budget(k: int, compensation: Compensation) -> int:
+    """How many channels (or blocks of 16, for "block") are kept."""
+    units = -(-k // 16) if compensation.selection == "block" else k
+    return math.floor(compensation.ratio * units)
+
+
+def quantize_activations(
+    x_RK: Tensor,
+    k: int,
+    compensation: Compensation | None = None,
+    live_R: Tensor | None = None,
+    *,
+    codes: bool = False,
+    whole: bool = False,
+    stored: bool = False,
+    fold: bool = False,
+    slots: tuple[Tensor, int] | None = None,
+    route: dict | None = None,
+) -> tuple[Operand, Tensor | None]:
+    """Q_A of the rows of x (bf16 or fp32 [R, >= k], unit stride in K), and the compensating operand.
+
+    codes: packed NVFP4 (width = k rounded up to 16) instead of bfloat16 values (width = whole tiles of 128).
+    whole: with codes, Q_A(R) is not masked.
+    stored: x is in the GEMM's order already.
+    fold: bfloat16 values with g included, main and negated residual side by side ([R, 2 width], not [2R, width]).
+    slots: (int32 [R], end) of a routing map; rows at `end` or beyond are skipped.
+    route: arguments of a map to write on the way (kernels_moe.map_arguments; values of up to SCORED_ROWS rows only).
+    Returns the operand and the channel mask, uint8 [k] or [R, k] (None without compensation, or if never written).
+    """
+    rows = x_RK.shape[0]
+    width = -(-k // 16) * 16 if codes else padded(k)
+    kp = max(triton.next_power_of_2(width), 128)
+    count = rows if compensation is None else 2 * rows
+    device = x_RK.device
+    data = torch.empty(
+        count, width // 2 if codes else width, dtype=torch.uint8 if codes else torch.bfloat16, device=device
+    )
+    scale = torch.empty(count, dtype=torch.float32, device=device)
+    block_scale = torch.empty(count, width // 16, dtype=torch.uint8, device=device) if codes else None
+    by_block = codes and not stored and whole_blocks(x_RK, k)
+    if by_block and compensation is None:
+        assert block_scale is not None
+        blocks = k // 16
+        nb, warps = launch_shape(blocks, 1 if rows < 1024 else 4)
+        row_codes_kernel[(rows,)](
+            x_RK.view(torch.int32),
+            data,
+            block_scale,
+            scale,
+            scale if slots is None else slots[0],
+            0 if slots is None else slots[1],
+            blocks,
+            x_RK.stride(0) // 16,
+            NB=nb,
+            HAS_SLOTS=slots is not None,
+            ASM=compiled(),
+            num_warps=warps,
+            enable_fp_fusion=False,
+            launch_pdl=compiled(),
+        )
+        return Operand(data, scale, block_scale, False), None
+    mask, mode, partial = None, "none", None
+    if compensation is not None:
+        mode = "token" if compensation.selection == "token" else "mask"
+        if mode == "mask" and rows <= SCORED_ROWS and not (codes or stored or fold or slots):
+            mode, partial = "scored", torch.empty(rows, kp, dtype=torch.float64, device=device)
+        elif mode == "mask":
+            mask = select(x_RK, k, budget(k, compensation), compensation.selection == "block", live_R, stored)
+        elif codes:
+            mask = torch.empty(rows, k, dtype=torch.uint8, device=device)
+    _launch_rows(
+        x_RK,
+        k,
+        width,
+        data,
+        scale,
+        live_R,
+        route,
+        mask_ptr=scale if mask is None else mask,
+        main_byte_ptr=scale if block_scale is None else block_scale,
+        residual_ptr=data.view(-1)[width:] if compensation and fold else data[rows:] if compensation else scale,
+        residual_byte_ptr=scale if block_scale is None else block_scale[rows:],
+        partial_ptr=scale if partial is None else partial,
+        slots_ptr=scale if slots is None else slots[0],
+        slots_end=0 if slots is None else slots[1],
+        stride_out=count * width // rows if fold else width,
+        keep=0 if compensation is None else budget(k, compensation),
+        PLAIN=False,
+        STORED=stored,
+        CODES=codes,
+        WHOLE=whole,
+        FOLD=fold,
+        RESIDUAL=mode,
+        HAS_SLOTS=slots is not None,
+    )
+    if partial is not None and compensation is not None:
+        clear_unselected(data[rows:], partial, budget(k, compensation), compensation.selection == "block")
+    return Operand(data, scale, block_scale, compensation is not None), mask
+
+
+def reorder_activations(x_RK: Tensor, k: int, live_R: Tensor | None = None, route: dict | None = None) -> Operand:
+    """bfloat16 rows in the GEMM's order, for W4A16. live_R and route: only for a map to write on the way."""
+    width = padded(k)
+    data = torch.empty(x_RK.shape[0], width, dtype=torch.bfloat16, device=x_RK.device)
+    flags = dict.fromkeys(("STORED", "CODES", "WHOLE", "FOLD", "HAS_SLOTS"), False)
+    unused = ("mask_ptr", "main_byte_ptr", "residual_ptr", "residual_byte_ptr", "partial_ptr", "slots_ptr")
+    _launch_rows(
+        x_RK,
+        k,
+        width,
+        data,
+        data,
+        live_R,
+        route,
+        **dict.fromkeys(unused, data),
+        slots_end=0,
+        stride_out=width,
+        keep=0,
+        PLAIN=True,
+        RESIDUAL="none",
+        **flags,
+    )
+    return Operand(data, None, None, False)
+
+
+_NO_ROUTE = {"n_pairs": 0, "n_blocks": 0, "TOP_K": 1, "E": 0, "BINS": 1, "CHUNK": 1, "BM": 1}
+
+
+def _launch_rows(
+    x_RK: Tensor,
+    k: int,
+    width: int,
+    data: Tensor,
+    scale: Tensor,
+    live_R: Tensor | None,
+    route: dict | None,
+    **others,
+) -> None:
+    rows = x_RK.shape[0]
+    kp = max(triton.next_power_of_2(width), 128)
+    route = route or {**_NO_ROUTE, **dict.fromkeys(("ids_ptr", "map_ptr", "expert_ptr"), scale)}
+    rows_kernel[(rows + route["E"],)](
+        x_RK,
+        main_ptr=data,
+        scale_ptr=scale,
+        live_ptr=scale if live_R is None else live_R,
+        T=rows,
+        K=k,
+        width=width,
+        stride_x=x_RK.stride(0),
+        KP=kp,
+        EVEN=kp == k,
+        INDEX_BITS=kp.bit_length() - 1,
+        HAS_LIVE=live_R is not None,
+        ASM=compiled(),
+        num_warps=row_warps(rows, kp, others["RESIDUAL"] == "token"),
+        enable_fp_fusion=False,
+        launch_pdl=compiled(),
+        **route,
+        **others,
+    )

@@ -1,0 +1,168 @@
+"""How checkpoint tensors get into the weights of a vLLM layer.
+
+Matrices that share a global scale (q, k, v; gate and up of an expert) sit one below the other in one packed matrix.
+They can arrive in any order, as full-precision tensors or packed: a group waits until it is complete and is written
+at once, so at most one layer's matrices are held back. Under tensor parallelism every rank sees whole tensors: the
+scale comes from the whole group, what is stored is the rank's part.
+
+Shapes: e experts (1 for a linear layer), N rows, K columns.
+"""
+
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from quads.errors import UserError
+from quads.quant import nvfp4
+from quads.quant.tensor import NVFP4Tensor
+
+Member = str | int  # "q", "w1", shard number, ...
+
+
+@dataclass(frozen=True)
+class Part:
+    """The part of a checkpoint matrix [N, K] that this rank stores: `row` and `column` of its first element, and its
+    size.
+    """
+
+    row: int
+    column: int
+    num_rows: int
+    num_columns: int
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """This part of a full-precision tensor [..., N, K]."""
+        return tensor[..., self.row : self.row + self.num_rows, self.column : self.column + self.num_columns]
+
+    def of_packed(self, tensor: NVFP4Tensor) -> tuple[Tensor, Tensor]:
+        """(packed, block_scale) of this part."""
+        start, end = self.column, self.column + self.num_columns
+        rows = slice(self.row, self.row + self.num_rows)
+        return tensor.packed[..., rows, start // 2 : end // 2], tensor.block_scale[..., rows, start // 16 : end // 16]
+
+
+class Sink(Protocol):
+    """Where complete groups go: storage of one matmul, overwritten in place for the experts given."""
+
+    def write(self, experts: slice, packed: Tensor, block_scale: Tensor, g: Tensor) -> None:
+        """Checkpoint bytes: packed [e, N, K/2], block_scale [e, N, K/16], g [e]."""
+        ...
+
+    def quantize(self, experts: slice, values: Tensor, g: Tensor, gs: Tensor) -> None:
+        """Values bf16 [e, N, K], and their global scales, as `nvfp4.quantize` takes them."""
+        ...
+
+
+class GroupLoader:
+    """Brings the members of a sharing group into the buffers of a layer."""
+
+    def __init__(
+        self,
+        name: str,
+        parts: dict[Member, Part],
+        mode: nvfp4.GlobalScaleMode,
+        sink: Sink,
+    ) -> None:
+        """name: the parameter, for messages. parts: members in row order. sink: the site."""
+        self._name, self._parts, self._mode, self._sink = name, parts, mode, sink
+        self._waiting: dict[int, dict[Member, Tensor]] = {}
+
+    def add(self, member: Member, tensor: Tensor, first: int = 0) -> None:
+        """One member has arrived: [N, K] or [e, N, K], for the local experts `first` and following."""
+        waiting = self._waiting.setdefault(first, {})
+        waiting[member] = self._checked(tensor)
+        if len(waiting) == len(self._parts):
+            del self._waiting[first]
+            self._store([waiting[member] for member in self._parts], list(self._parts.values()), first)
+
+    def add_fused(self, tensor: Tensor, parts: list[Part], first: int = 0) -> None:
+        """All members have arrived in one tensor [e, N, K]; `parts` are their places in it."""
+        self._store([self._checked(tensor)], parts, first)
+
+    def forget(self) -> None:
+        """Drop members that wait for the rest of their group: a refit was given up."""
+        self._waiting.clear()
+
+    def _checked(self, tensor: Tensor) -> Tensor:
+        if isinstance(tensor, NVFP4Tensor) or tensor.dtype in (torch.bfloat16, torch.float16, torch.float32):
+            return tensor
+        raise UserError(
+            f"{self._name}: a {tensor.dtype} tensor of shape {tuple(tensor.shape)} is neither full precision nor "
+            "packed by quads; checkpoints packed in another format are served by vLLM's own quantization methods"
+        )
+
+    def _store(self, tensors: list[Tensor], parts: list[Part], first: int) -> None:
+        """`tensors` is one a part, or a single one that holds all parts."""
+        packed = [t for t in tensors if isinstance(t, NVFP4Tensor)]
+        if packed and len(packed) < len(tensors):
+            raise UserError(f"{self._name}: some matrices of one sharing group are packed, others are not")
+        if len(tensors) == 1 and _is_whole(tensors[0], parts):
+            parts = [Part(0, 0, *tensors[0].shape[-2:])]  # one pass, and no copies of its parts
+        sources = tensors * len(parts) if len(tensors) == 1 else tensors
+        pieces = list(zip(parts, sources, strict=True))
+        if packed:
+            g = self._common_scale(packed)
+            codes, scales = zip(*(part.of_packed(tensor) for part, tensor in pieces), strict=True)
+            codes, scales = _stack(list(codes)), _stack([scale.view(torch.uint8) for scale in scales])
+            experts = slice(first, first + codes.shape[0])
+            self._sink.write(experts, codes, scales.view(torch.float8_e4m3fn), g.reshape(-1))
+            return
+        # What is quantized is the bf16 value of a weight, everywhere.
+        amax = torch.stack([_amax(tensor.to(torch.bfloat16)) for tensor in tensors]).amax(0)
+        g, gs = nvfp4.global_scale(amax, self._mode)
+        values = _stack([part.of(tensor).to(torch.bfloat16) for part, tensor in pieces])
+        self._sink.quantize(slice(first, first + values.shape[0]), values, g, gs)
+
+    def _common_scale(self, tensors: list[NVFP4Tensor]) -> Tensor:
+        scales = [t.global_scale.reshape(-1) for t in tensors]
+        if any(not torch.equal(scales[0], other) for other in scales[1:]):
+            raise UserError(f"{self._name}: matrices of one sharing group were packed with different global scales")
+        return scales[0]
+
+
+def _is_whole(tensor: Tensor, parts: list[Part]) -> bool:
+    """`parts` are all of `tensor` [..., N, K], in row order: no other rank holds any of it."""
+    starts = itertools.accumulate((part.num_rows for part in parts), initial=0)
+    in_order = all(part.row == start for part, start in zip(parts, starts, strict=False))
+    sizes = sum(part.num_rows for part in parts), parts[0].num_columns
+    return in_order and sizes == tuple(tensor.shape[-2:])
+
+
+def _stack(pieces: list[Tensor]) -> Tensor:
+    """[e, N, K] from pieces [(e,) n, K] one below the other."""
+    stacked = torch.cat(pieces, dim=-2) if len(pieces) > 1 else pieces[0]
+    return stacked.unsqueeze(0) if stacked.dim() == 2 else stacked
+
+
+def _amax(tensor: Tensor) -> Tensor:
+    """Finite amax of each matrix of [N, K] or [e, N, K]: [1, 1] or [e, 1, 1]."""
+    if tensor.is_cuda:
+        from quads.quant.triton.pack import weight_amax
+
+        return weight_amax(tensor).view((-1, 1, 1) if tensor.dim() == 3 else (1, 1))
+    return nvfp4.finite_amax(tensor, dim=(-2, -1))
+
+
+class PlainLoader:
+    """Brings full-precision matrices into a layer that keeps them; the calls of `GroupLoader`, without waiting."""
+
+    def __init__(self, parts: dict[Member, Part], write: Callable[[slice, slice, Tensor], None]) -> None:
+        """parts: members in row order. write(experts, rows, tensor [e, n, K]): of the site."""
+        self._parts, self._write = parts, write
+        ends = itertools.accumulate(part.num_rows for part in parts.values())
+        self._rows = {m: slice(end - part.num_rows, end) for (m, part), end in zip(parts.items(), ends, strict=True)}
+
+    def add(self, member: Member, tensor: Tensor, first: int = 0) -> None:
+        tensor = tensor.unsqueeze(0) if tensor.dim() == 2 else tensor
+        self._write(slice(first, first + tensor.shape[0]), self._rows[member], self._parts[member].of(tensor))
+
+    def add_fused(self, tensor: Tensor, parts: list[Part], first: int = 0) -> None:
+        for rows, part in zip(self._rows.values(), parts, strict=True):
+            self._write(slice(first, first + tensor.shape[0]), rows, part.of(tensor))
+
+    def forget(self) -> None:
+        """Nothing waits here."""
