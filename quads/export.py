@@ -33,13 +33,13 @@ from quads.model.config import ModelConfig, load_config
 from quads.model.hf import HFCheckpoint, expert_names, parameter_shapes, save_hf, write_folder
 from quads.model.model import MoEDecoder
 from quads.quant import nvfp4
-from quads.quant.recipes import SITES, QuantSpec, resolve
+from quads.quant.recipes import QuantSpec, resolve
+from quads.quant.sites import SITES, is_targeted, site_of_parameter
 from quads.quant.tensor import NVFP4Tensor
 from quads.run.checkpoint import find_checkpoint, load_model_weights
 
 FORMATS = ("bf16", "nvfp4-modelopt", "nvfp4-compressed-tensors")
-LEAVES = {"q_proj": "qkv", "k_proj": "qkv", "v_proj": "qkv", "o_proj": "o", "gate_up_proj": "w13", "down_proj": "w2"}
-QKV = ("q_proj", "k_proj", "v_proj")
+QKV = SITES["qkv"].leaves
 BESIDES = ("tokenizer.json", "tokenizer_config.json", "generation_config.json", "chat_template.jinja")
 
 Read = Callable[[str], Tensor]
@@ -104,7 +104,7 @@ def packed_parameters(config: ModelConfig, spec: QuantSpec, read: Read) -> Itera
     for name in parameter_shapes(config):
         value = read(name).bfloat16()
         leaf = name.removesuffix(".weight").rpartition(".")[2]
-        if SITES.get(LEAVES.get(leaf, "")) not in spec.targets:
+        if not is_targeted(site_of_parameter(name), spec.targets):
             yield name, value
             continue
         if leaf == "q_proj":

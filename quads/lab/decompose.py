@@ -19,7 +19,7 @@ from quads.lab.layers import SiteWeights
 from quads.lab.policies import learner
 from quads.lab.results import markdown, number, provenance, write_result
 from quads.lab.subject import Subject, build_subject, subject_parser
-from quads.quant.recipes import SITES
+from quads.quant.sites import SITES
 
 HELP = "4-bit error split into scale bias, dead zone and grid noise, by site and format"
 

@@ -34,7 +34,8 @@ from quads.lab.results import markdown, number, progress, provenance, write_resu
 from quads.lab.subject import Subject, build_subject, subject_parser
 from quads.quant import nvfp4, residual
 from quads.quant.learner import quantized_weights
-from quads.quant.recipes import ROLLOUTS, SITES, QuantSpec
+from quads.quant.recipes import ROLLOUTS, QuantSpec
+from quads.quant.sites import is_targeted
 from quads.quant.tensor import QuantizedTensor
 
 HELP = "per-layer mismatch of mixtures of experts, and the error terms of every matrix (Eq. 11)"
@@ -134,7 +135,7 @@ def pair_terms(
     result = {}
     quantized_rollout = ROLLOUTS[spec.rollout][0] == "nvfp4"
     for site in ("qkv", "o", "w13"):
-        targeted = SITES[site] in spec.targets
+        targeted = is_targeted(site, spec.targets)
         rows = slice(None, None, -(-len(train.sites[site][layer]) // TERM_TOKENS))  # evenly spaced tokens
         w_train = weights.get(layer, site, pair.weights == "nvfp4")
         w_infer = weights.get(layer, site, quantized_rollout)

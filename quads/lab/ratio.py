@@ -28,7 +28,8 @@ from quads.lab.subject import Subject, build_subject, subject_parser
 from quads.model.config import ModelConfig
 from quads.model.model import MoEDecoder
 from quads.quant.backend import choose_kernel
-from quads.quant.recipes import SITES, QuantSpec
+from quads.quant.recipes import QuantSpec
+from quads.quant.sites import SITES, is_targeted
 
 HELP = "gap against residual ratio, selection and sites, with the added cost"
 
@@ -50,7 +51,7 @@ def site_macs(config: ModelConfig) -> dict[str, int]:
 
 def extra_mma(config: ModelConfig, spec: QuantSpec, ratio: float) -> float:
     """Multiplications of the residual pass over those of all quantized layers."""
-    macs = {site: count for site, count in site_macs(config).items() if SITES[site] in spec.targets}
+    macs = {site: count for site, count in site_macs(config).items() if is_targeted(site, spec.targets)}
     return ratio * sum(macs[site] for site in spec.residual_sites) / sum(macs.values())
 
 

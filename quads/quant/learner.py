@@ -25,11 +25,10 @@ from torch import Tensor, nn
 from quads.model.linear import Linear
 from quads.model.moe import Experts, ExpertSite
 from quads.quant import fake_quant, nvfp4
-from quads.quant.recipes import SITES, TARGETS, QuantSpec
+from quads.quant.recipes import QuantSpec
+from quads.quant.sites import EXPERT_SITES, TARGETS, is_targeted
 from quads.quant.tensor import Float8BlockTensor, NVFP4Tensor, QuantizedTensor
 from quads.quant.weights import quantize, weight_amax
-
-PARAMETERS = {"gate_up_proj": "w13", "down_proj": "w2"}  # of Experts, with their sites
 
 
 class QATLinear(Linear):
@@ -114,7 +113,7 @@ def convert_learner(
     for path, module in list(model.named_modules()):
         if isinstance(module, QATModule):
             continue
-        if isinstance(module, Linear) and SITES.get(module.site) in spec.targets:
+        if isinstance(module, Linear) and is_targeted(module.site, spec.targets):
             replace_module(model, path, linear_class(module, *settings))
         elif isinstance(module, Experts) and "experts" in spec.targets:
             replace_module(model, path, experts_class(module, *settings))
@@ -144,11 +143,11 @@ def sharing_groups(model: nn.Module, targets: tuple[str, ...]) -> list[Group]:
     """The weights of the targets, in groups that share global scales, in model order."""
     groups: dict[str, Group] = {}
     for path, module in model.named_modules():
-        if isinstance(module, Linear) and SITES.get(module.site) in targets:
+        if isinstance(module, Linear) and is_targeted(module.site, targets):
             key = path.rpartition(".")[0] + ".qkv" if module.site == "qkv" else path
             groups.setdefault(key, Group(module.site)).members[f"{path}.weight"] = (module, "weight")
         elif isinstance(module, Experts) and "experts" in targets:
-            for leaf, site in PARAMETERS.items():
+            for leaf, site in EXPERT_SITES.items():
                 groups[f"{path}.{leaf}"] = Group(site, {f"{path}.{leaf}": (module, leaf)})
     return list(groups.values())
 

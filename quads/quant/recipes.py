@@ -21,6 +21,7 @@ from quads.errors import UserError
 from quads.quant.backend import choose_kernel, describe_kernel
 from quads.quant.nvfp4 import GlobalScaleMode
 from quads.quant.residual import Selection
+from quads.quant.sites import NEVER, SITES, TARGETS, is_targeted
 
 Format = Literal["bf16", "fp8", "nvfp4"]
 Precision = Literal["bf16", "fp8", "w4a16", "w16a4", "w4a4", "w4a4_residual"]
@@ -44,17 +45,7 @@ ROLLOUTS: dict[Precision, tuple[Format, Format]] = {
     "w4a4_residual": ("nvfp4", "nvfp4"),
 }
 
-# The matrix inputs that can be quantized, with the target they belong to. Everything else never is.
-SITES = {"w13": "experts", "w2": "experts", "qkv": "attention", "o": "attention"}
-SITE_NAMES = {
-    "w13": "experts w13 (gate, up)",
-    "w2": "experts w2 (down)",
-    "qkv": "attention q, k, v",
-    "o": "attention o",
-}
-TARGETS = ("experts", "attention")
 AllGather = Literal["auto", "bf16", "packed"]
-NEVER = ("router", "embeddings", "norms", "lm_head")
 
 
 @dataclass(frozen=True)
@@ -79,7 +70,7 @@ class QuantSpec:
 
     def rollout_precision(self, site: str) -> Precision:
         """The precision of one site in the rollout: "bf16" outside the targets, no residual outside residual_sites."""
-        if SITES.get(site) not in self.targets:
+        if not is_targeted(site, self.targets):
             return "bf16"
         if self.rollout == "w4a4_residual" and site not in self.residual_sites:
             return "w4a4"
@@ -124,11 +115,11 @@ def resolve(quant: QuantSettings) -> QuantSpec:
     if spec.rollout == "w4a4_residual":
         if not spec.residual_sites:
             raise UserError('[quant] residual_sites is empty; name a site, or set rollout = "w4a4"')
-        outside = [site for site in spec.residual_sites if SITES[site] not in spec.targets]
+        outside = [site for site in spec.residual_sites if not is_targeted(site, spec.targets)]
         if outside:
             raise UserError(
                 f"[quant] residual_sites has {', '.join(outside)}, which targets = {list(spec.targets)} leaves "
-                f'unquantized; add "{SITES[outside[0]]}" to targets or take the site out'
+                f'unquantized; add "{SITES[outside[0]].target}" to targets or take the site out'
             )
     return spec
 
@@ -155,8 +146,8 @@ def banner(
     device = torch.device(device)
     plain = {torch.bfloat16: "bf16", torch.float32: "fp32"}.get(dtype, str(dtype).removeprefix("torch."))
     rows = [("layer group", "learner", "rollout", "rollout kernel")]
-    for site, name in SITE_NAMES.items():
-        targeted = SITES[site] in spec.targets
+    for site, names in SITES.items():
+        targeted = is_targeted(site, spec.targets)
         learner = (spec.learner_weights, spec.learner_activations) if targeted else ("bf16", "bf16")
         precision = spec.rollout_precision(site)
         rollout = _both(ROLLOUTS[precision], plain)
@@ -166,7 +157,7 @@ def banner(
             served = describe_kernel(choose_kernel(kernel, device, precision), precision, device)
         else:
             served = f"{engine} engine"
-        rows.append((name, _both(learner, plain), rollout, served))
+        rows.append((names.title, _both(learner, plain), rollout, served))
     unquantized = _both(("bf16", "bf16"), plain)
     served = describe_kernel("reference", "bf16", device) if engine == "native" else f"{engine} engine"
     rows.append((", ".join(NEVER), unquantized, unquantized, served))

@@ -25,7 +25,8 @@ from quads.model.linear import Linear
 from quads.model.moe import Experts
 from quads.quant.learner import replace_module
 from quads.quant.linear import SiteSpec, allocate, grouped_linear, linear, product_dtype, quantize_activation, widen
-from quads.quant.recipes import SITES, QuantSpec
+from quads.quant.recipes import QuantSpec
+from quads.quant.sites import is_targeted
 from quads.quant.tensor import QuantizedTensor
 
 
@@ -136,7 +137,7 @@ def convert_rollout(model: nn.Module, spec: QuantSpec, kernel: str = "reference"
         return
     linear_class, experts_class = rollout_classes(kernel)
     for path, module in list(model.named_modules()):
-        if isinstance(module, Linear) and SITES.get(module.site) in spec.targets:
+        if isinstance(module, Linear) and is_targeted(module.site, spec.targets):
             replace_module(model, path, linear_class(module, spec))
         elif isinstance(module, Experts) and "experts" in spec.targets:
             replace_module(model, path, experts_class(module, spec))

@@ -45,7 +45,8 @@ from quads.quant import fake_quant, learner, nvfp4
 from quads.quant.learner import Group, QATExperts, QATLinear, sharing_groups
 from quads.quant.nvfp4 import GlobalScaleMode
 from quads.quant.packed_shard import PackedShard
-from quads.quant.recipes import TARGETS, AllGather, QuantSpec
+from quads.quant.recipes import AllGather, QuantSpec
+from quads.quant.sites import TARGETS
 from quads.quant.tensor import Float8BlockTensor, NVFP4Tensor
 from quads.quant.weights import qdq, weight_amax
 

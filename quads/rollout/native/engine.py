@@ -22,8 +22,9 @@ from quads.model.config import ModelConfig
 from quads.model.model import MoEDecoder
 from quads.quant.backend import choose_kernel
 from quads.quant.linear import SiteSpec, product_dtype
-from quads.quant.recipes import SITES, QuantSpec
+from quads.quant.recipes import QuantSpec
 from quads.quant.rollout import convert_rollout, load_weight, named_weights, weight_storage
+from quads.quant.sites import SITES
 from quads.rollout.engine import OnGroup, check_request, ignore
 from quads.rollout.native.decode import Decoder, Size
 from quads.rollout.native.generation import Run

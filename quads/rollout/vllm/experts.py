@@ -20,13 +20,13 @@ from torch import Tensor, nn
 from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
 
 from quads.errors import UserError
+from quads.quant.sites import EXPERT_SITES, SITES
 from quads.rollout.vllm.loading import Part
 
 if TYPE_CHECKING:
     from quads.rollout.vllm.quant_config import QuadsConfig
 
-SITE_OF_SHARD = {"w1": "w13", "w3": "w13", "w2": "w2"}
-FUSED_NAMES = {"gate_up_proj": "w13", "down_proj": "w2"}
+SITE_OF_MEMBER = {member: site for site in EXPERT_SITES.values() for member in SITES[site].vllm_members}
 
 
 class Experts(FusedMoEMethodBase):
@@ -98,7 +98,7 @@ def _load_expert(
     return_success: bool = False,
 ) -> bool:
     """The weight loader, in the form vLLM's expert layers call it: one matrix of one expert."""
-    site = layer.quads_sites[SITE_OF_SHARD[shard_id]]
+    site = layer.quads_sites[SITE_OF_MEMBER[shard_id]]
     layer.quant_method.config.ledger.record(site.name, ((shard_id, expert_id),))
     site.loader.add(shard_id, loaded_weight, expert_id)
     return True
@@ -108,7 +108,7 @@ def _load_weights(layer: nn.Module, weights: Iterable[tuple[str, Tensor]]) -> It
     """Takes tensors that hold all experts in one go; leaves those of one expert to vLLM, which knows their names."""
     ledger = layer.quant_method.config.ledger
     for name, tensor in weights:
-        site_name = FUSED_NAMES.get(name.removesuffix(".weight"))
+        site_name = EXPERT_SITES.get(name.removesuffix(".weight"))
         if site_name is None or tensor.dim() != 3:
             loaded = list(type(layer).load_weights(layer, [(name, tensor)]))
             if loaded:

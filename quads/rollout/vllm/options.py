@@ -12,6 +12,7 @@ from quads.errors import UserError
 from quads.quant.linear import SiteSpec
 from quads.quant.nvfp4 import GlobalScaleMode
 from quads.quant.residual import Selection
+from quads.quant.sites import SITES
 
 if TYPE_CHECKING:
     from quads.quant.recipes import QuantSpec
@@ -26,11 +27,9 @@ CHOICES = {
 }
 
 # The last part of a vLLM module name -> (target, site). Every other layer stays in the model's dtype.
+# Routed experts are no linear layers there: one with the name of theirs is of a dense feed-forward layer.
 LINEAR_SITES = {
-    "qkv_proj": ("attention", "qkv"),
-    "o_proj": ("attention", "o"),
-    "gate_up_proj": ("mlp", "w13"),
-    "down_proj": ("mlp", "w2"),
+    site.vllm_layer: (site.target if site.target == "attention" else "mlp", name) for name, site in SITES.items()
 }
 
 

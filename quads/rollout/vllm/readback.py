@@ -17,15 +17,13 @@ from vllm.model_executor.layers.linear import (
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 
+from quads.quant.sites import SITES
 from quads.quant.tensor import NVFP4Tensor
 from quads.rollout.sync import checksum
 from quads.rollout.vllm.groups import assemble, assemble_rows
 from quads.rollout.vllm.ledger import LoadLedger, Piece
 from quads.rollout.vllm.linear import linear_parts
 from quads.rollout.vllm.site import Site
-
-QKV_NAMES = ("q_proj", "k_proj", "v_proj")
-GATE_UP_NAMES = ("gate_proj", "up_proj")
 
 
 def track_plain_parameters(model: nn.Module, ledger: LoadLedger) -> None:
@@ -85,7 +83,7 @@ def checkpoint_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     for prefix, module in model.named_modules():
         for site_name, site in _sites(module).items():
             name = prefix.removesuffix(".routed_experts")
-            name = f"{name}.{'gate_up_proj' if site_name == 'w13' else 'down_proj'}" if site_name else f"{name}.weight"
+            name = f"{name}.{SITES[site_name].leaves[0]}" if site_name else f"{name}.weight"
             yield from _split(name, *assemble(site.checkpoint(), site.parts), bool(site_name))
     for name, module, param in _plain_parameters(model):
         param = param.detach()
@@ -107,10 +105,10 @@ def _split(name: str, tensor: Tensor, rows: list[int], is_experts: bool) -> Iter
     if is_experts or len(rows) == 1:
         yield name, tensor
         return
-    fused, names = ("qkv_proj", QKV_NAMES) if len(rows) == 3 else ("gate_up_proj", GATE_UP_NAMES)
+    site = SITES["qkv" if len(rows) == 3 else "w13"]
     start = 0
-    for part, num_rows in zip(names, rows, strict=True):
-        yield name.replace(fused, part), _rows(tensor, start, start + num_rows)
+    for part, num_rows in zip(site.matrices, rows, strict=True):
+        yield name.replace(site.vllm_layer, part), _rows(tensor, start, start + num_rows)
         start += num_rows
 
 
