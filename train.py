@@ -21,6 +21,7 @@ from quads.model.flops import train_flops
 from quads.plot import plot_runs
 from quads.rl.advantage import group_advantages
 from quads.rl.evaluate import eval_metrics
+from quads.rl.grading import part_means
 from quads.rl.learner import merge_updates
 from quads.rl.packing import Sample
 from quads.run.checkpoint import Checkpointer, TrainState
@@ -99,7 +100,8 @@ def train_step(
         world.barrier()
 
     with log.timer("reward"):  # the rest: groups were graded while others were still being drawn
-        rewards_PG, ungraded_PG = grading.finish()
+        graded = grading.finish()
+        rewards_PG, ungraded_PG = graded.rewards_PG, graded.ungraded_PG
         truncated_PG = torch.tensor([[c.finish_reason == "length" for c in group] for group in groups])
         counted_PG = ~truncated_PG if rl.truncated == "mask" else torch.ones_like(truncated_PG)
         advantages_PG, zero_spread_P = group_advantages(rewards_PG, rl.advantage, counted_PG)
@@ -134,6 +136,7 @@ def train_step(
         "reward/mean": float(rewards_PG.mean()),
         "reward/std": float(rewards_PG.std()),
         "reward/ungraded": int(ungraded_PG.sum()),
+        **part_means(world.gather_objects(graded.parts)),
         "response/length_mean": float(lengths_PG.mean()),
         "response/truncated_frac": float(truncated_PG.float().mean()),
         "group/zero_std_frac": float(zero_spread_P.float().mean()),

@@ -25,9 +25,8 @@ from quads.rl.rewards.code_tests import CodeTests
 from quads.rollout.engine import ignore
 from quads.rollout.native.engine import NativeEngine
 from quads.rollout.sync import sync
-from quads.sandbox.helpers import Verdict
 from quads.sandbox.pool import Sandbox
-from quads.types import Example, Sampling
+from quads.types import Example, Sampling, Verdict
 
 PROGRAM = "```python\na, b = map(int, input().split())\nprint(a + b)\n```"
 SPEC = QuantSpec("bf16", "bf16", "bf16")
@@ -81,8 +80,7 @@ def measure(engine: NativeEngine, options: argparse.Namespace, submit, beside: b
     if not beside:
         for prompt, group in enumerate(groups):
             grading.add(prompt, group)
-    rewards_PG, _ = grading.finish()
-    assert rewards_PG.min() == 1.0
+    assert grading.finish().rewards_PG.min() == 1.0
     return drawn - started, time.perf_counter() - drawn
 
 

@@ -31,7 +31,7 @@ from quads.rl.evaluate import EvalResult, JudgedPrompt, evaluate
 from quads.rl.grading import Grading
 from quads.rl.learner import Learner
 from quads.rl.packing import Microbatch, Sample
-from quads.rl.rewards.pool import RewardPool, find_isolation
+from quads.rl.rewards.pool import RewardPool
 from quads.rollout.engine import Engine, check_tensor_parallel
 from quads.rollout.sync import sync
 from quads.run.checkpoint import find_checkpoint, load_model_weights
@@ -107,15 +107,27 @@ def build_parts(cfg: Config, world: Distributed, checkpoint: str = "") -> Parts 
     Raises:
         UserError: for anything in the config, the data or the hardware that does not fit, named with its fix.
     """
+    rewards = build_rewards(cfg)
+    try:
+        parts = _build(cfg, world, checkpoint, rewards)
+    except BaseException:
+        rewards.close()
+        raise
+    if parts is None:
+        rewards.close()
+    return parts
+
+
+def _build(cfg: Config, world: Distributed, checkpoint: str, rewards: RewardPool) -> Parts | None:
     dtype, device = DTYPES[cfg.model.dtype], world.device
     spec = resolve(cfg.quant)
     model_config = load_model_config(cfg)
     tokenizer = Tokenizer(cfg.model.tokenizer)
     check_vocabulary(tokenizer, model_config)
-    task = build_task(cfg.task, cfg.sources, tokenizer, cfg.train.seed, cfg.rollout.max_prompt_tokens)
+    isolation = rewards.check()
+    task = build_task(cfg.task, cfg.sources, rewards.rewards, tokenizer, cfg.train.seed, cfg.rollout.max_prompt_tokens)
     for line in task.report:
         world.print(line)
-    isolation = find_isolation(cfg.reward, cfg.sources)
     if isolation:
         world.print(f"generated programs run in a sandbox: {isolation}" if isolation != "none" else NO_SANDBOX)
     world.print(banner(spec, cfg.rollout.engine, cfg.rollout.kernel, device, dtype))
@@ -147,16 +159,16 @@ def build_parts(cfg: Config, world: Distributed, checkpoint: str = "") -> Parts 
         world,
     )
     engine = build_engine(cfg, model_config, spec, dtype, device, world.print)
-    rewards = build_rewards(cfg, isolation)
     parts = Parts(cfg, model_config, spec, tokenizer, task, learner, engine, rewards, world, estimate)
     parts.sync(version=0)
     return parts
 
 
-def build_rewards(cfg: Config, isolation: str) -> RewardPool:
-    """The graders of a run. isolation: what `find_isolation` has found for generated programs."""
+def build_rewards(cfg: Config) -> RewardPool:
+    """The rewards of the sources that [task] names."""
     judges = cfg.reward.workers or max(1, (os.cpu_count() or 1) // processes_of_this_machine())
-    return RewardPool(replace(cfg.reward, workers=judges, sandbox=isolation or cfg.reward.sandbox))
+    used = {name: cfg.sources[name] for name in (*cfg.task.train, *cfg.task.eval)}
+    return RewardPool(replace(cfg.reward, workers=judges), used)
 
 
 def check_run_memory(cfg: Config, model_config: ModelConfig, spec: QuantSpec, world: Distributed) -> MemoryEstimate:

@@ -15,11 +15,14 @@ INTERRUPTED = 130  # 128 + SIGINT, as a shell reports it
 class UserError(Exception):
     """Bad input (config, data, paths, hardware). The message says what is wrong and what would fix it."""
 
+    anywhere = False  # whether it may come up in one process alone, which then has to report it itself
+
 
 def main_guard(main: Callable[P, R]) -> Callable[P, R]:
     """Wrap a command-line entry point: `UserError` becomes `error: ...` on stderr and exit code 2, Ctrl-C code 130.
 
-    Under torchrun, where all processes read the same bad input, the first of each machine reports for all.
+    Under torchrun, where all processes read the same bad input, the first of each machine reports for all; an error
+    that comes up in one process alone (`anywhere`) is reported by that one.
     """
 
     @functools.wraps(main)
@@ -27,7 +30,7 @@ def main_guard(main: Callable[P, R]) -> Callable[P, R]:
         try:
             return main(*args, **kwargs)
         except UserError as error:
-            if os.environ.get("LOCAL_RANK", "0") == "0":
+            if error.anywhere or os.environ.get("LOCAL_RANK", "0") == "0":
                 print(f"error: {error}", file=sys.stderr, flush=True)
             raise SystemExit(2) from None
         except KeyboardInterrupt:

@@ -1,9 +1,10 @@
 """What travels between tasks, engines and the learner. Plain data: no methods that do work."""
 
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from torch import Tensor
+if TYPE_CHECKING:  # the judges' processes read this file, and import no torch
+    from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,7 @@ class Completion:
     logprobs: list[float]  # [N], natural log, of the distribution the token was drawn from
     finish_reason: Literal["stop", "length"]
     policy_version: int  # the weights that drew it
-    routed_experts: Tensor | None = None  # int16 [len(prompt) + N - 1, num_layers, top_k]
+    routed_experts: "Tensor | None" = None  # int16 [len(prompt) + N - 1, num_layers, top_k]
 
 
 @dataclass
@@ -43,5 +44,22 @@ class Example:
     source: str  # the [sources.NAME] it came from
     prompt: str | list[dict[str, str]]  # text, or chat messages
     prompt_ids: list[int]
-    answer: Any = None
-    meta: dict[str, Any] = field(default_factory=dict)
+    answer: Any = None  # what the reward of its source has read from the row
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """How good a response is, and how long it took to find out (waiting for a free grader left out).
+
+    Example: `Verdict(0.7, 0.01, parts={"math": 1.0, "short": -0.5}).correctness` -> 1.0
+    """
+
+    reward: float
+    seconds: float
+    failed: bool = False  # the grader ran out of time or died, and gave no verdict: reward 0
+    parts: dict[str, float] = field(default_factory=dict)  # of several weighted rewards: each one's own, in their order
+
+    @property
+    def correctness(self) -> float:
+        """What pass@1 asks: the first of several rewards, or the only one."""
+        return next(iter(self.parts.values()), self.reward)

@@ -100,6 +100,23 @@ class TaskSettings:
     chat_variables: dict[str, Any] = key({}, "variables for the chat template, such as enable_thinking = false")
 
 
+# Who judges a response, by word. The file quads/rl/rewards/WORD.py has the class of the same name.
+REWARDS = {
+    "task": "the own scorer of the reasoning_gym data set",
+    "exact": "equal text",
+    "math": "quads' own comparison of the final answer with the gold one; integrals, sums and limits go to math-verify",
+    "code": "tests that run the response's program in a sandbox",
+}
+
+
+@dataclass(frozen=True)
+class WeightedReward:
+    """One of several rewards of a source."""
+
+    reward: str = key("", "a word or FILE.py:FUNCTION, as in `reward`")
+    weight: float = key(1.0, "its share in the total; below 0 it is a penalty, 0 only logs it", low=-1e6, high=1e6)
+
+
 @dataclass(frozen=True)
 class SourceSettings:
     """[sources.NAME]: where rows come from and how a response to one is scored."""
@@ -119,15 +136,25 @@ class SourceSettings:
     size: int = key(0, "reasoning_gym: number of training problems; 0: fresh ones for the whole run", low=0)
     params: dict[str, Any] = key({}, "reasoning_gym: difficulty settings, passed on by name")
     prompt_column: str = key("prompt", "column with the prompt: text or chat messages; `a.0.b` reaches into a value")
-    answer_column: str = key("answer", "column with the answer, or with the tests when reward = code")
+    answer_column: str = key(
+        "answer",
+        "column with the answer, or with the tests when reward = code; empty where a FILE.py:FUNCTION needs none",
+    )
     id_column: str = key("id", "column with a unique id, used where rows have it")
     answer_pattern: str = key("", "regular expression; its first group, last match, is the answer inside the column")
     answer_tag: str = key("", "score only the text inside the response's last <TAG>...</TAG> (reward task or exact)")
     code_format: Literal["pairs", "livecodebench"] = key(
         "pairs", "how tests are stored: {input, output} pairs (or inputs, outputs, fn_name), or LiveCodeBench's columns"
     )
-    reward: Literal["task", "exact", "math", "code"] = key(
-        "task", "scorer: the dataset's own (reasoning_gym), equal text, math-verify, or tests run in a sandbox"
+    reward: str = key(
+        "",
+        "who judges a response. "
+        + "; ".join(f"{word}: {judge}" for word, judge in REWARDS.items())
+        + "; or FILE.py:FUNCTION, your function of (prompt, response, answer, row), in a file named from the current "
+        "folder (default: task for reasoning_gym, none elsewhere)",
+    )
+    rewards: tuple[WeightedReward, ...] = key(
+        (), 'several in place of `reward`, summed by weight: [{ reward = "math", weight = 0.8 }, ...]'
     )
     percent_as_unit: bool = key(False, "reward math: 25% also answers 25, as where a question asks for a percentage")
     code_score: Literal["all", "fraction"] = key("all", "reward code: 1 if all tests pass, or the fraction that does")
@@ -146,7 +173,7 @@ class RewardSettings:
 
     workers: int = key(0, "processes of each kind; 0: one for each CPU core, at most 64", low=0)
     judge_time_s: float = key(
-        5.0, "seconds to judge one answer (math, task); then the process is killed, reward 0", above=0.0
+        5.0, "seconds to judge one answer (math, task, functions); then the process is killed, reward 0", above=0.0
     )
     sandbox: Literal["auto", "namespaces", "bubblewrap", "landlock", "none"] = key(
         "auto", "isolation of generated programs: auto takes the first that works; none runs them with limits only"

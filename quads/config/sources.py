@@ -10,10 +10,11 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
-from quads.config.sections import SourceSettings
+from quads.config.sections import REWARDS, SourceSettings, WeightedReward
 from quads.config.values import check_table, set_text
 from quads.errors import UserError
 
+RESERVED = ("mean", "std", "ungraded")  # reward/NAME of every run
 REPOSITORY_CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 
 
@@ -76,8 +77,7 @@ def _check(where: str, source: SourceSettings) -> None:
     needs = "path" if source.kind == "jsonl" else "dataset"
     if not getattr(source, needs):
         raise UserError(f"{where} {needs} is missing; kind = {source.kind!r} needs it")
-    if source.reward == "task" and source.kind != "reasoning_gym":
-        raise UserError(f"{where} reward = 'task' is for reasoning_gym; with {source.kind!r} use exact, math or code")
+    _check_rewards(where, source)
     if source.prompt_template and "{prompt}" not in source.prompt_template:
         raise UserError(f"{where} prompt_template = {source.prompt_template!r} must contain {{prompt}}")
     try:
@@ -85,6 +85,44 @@ def _check(where: str, source: SourceSettings) -> None:
     except re.error as error:
         pattern = source.answer_pattern
         raise UserError(f"{where} answer_pattern = {pattern!r} is not a regular expression: {error}") from None
+
+
+def weighted_rewards(source: SourceSettings) -> tuple[WeightedReward, ...]:
+    """The rewards of a source, one where it has no list."""
+    default = "task" if source.kind == "reasoning_gym" else ""
+    return source.rewards or (WeightedReward(source.reward or default),)
+
+
+def split_function(reward: str) -> tuple[str, str]:
+    """`folder/file.py:function` -> its two parts; ("", "") for anything else."""
+    file, colon, function = reward.rpartition(":")
+    return (file, function) if colon and file.endswith(".py") and function.isidentifier() else ("", "")
+
+
+def reward_name(reward: str) -> str:
+    """What a reward is called in metrics: its word, or the name of its function."""
+    return split_function(reward)[1] or reward
+
+
+def _check_rewards(where: str, source: SourceSettings) -> None:
+    choices = f"one of {', '.join(REWARDS)}, or FILE.py:FUNCTION"
+    if source.reward and source.rewards:
+        raise UserError(f"{where} has both reward = {source.reward!r} and rewards; keep one")
+    names: list[str] = []
+    for i, weighted in enumerate(weighted_rewards(source)):
+        key = f"rewards[{i}].reward" if source.rewards else "reward"
+        if not weighted.reward:
+            raise UserError(f"{where} {key} is missing; {choices}")
+        if weighted.reward not in REWARDS and not split_function(weighted.reward)[0]:
+            raise UserError(f"{where} {key} = {weighted.reward!r}: must be {choices}")
+        name = reward_name(weighted.reward)
+        if name in names:
+            raise UserError(f"{where} rewards has {name!r} twice; each is logged as reward/NAME, so names must differ")
+        if source.rewards and name in RESERVED:
+            raise UserError(f"{where} {key}: reward/{name} is a metric of every run; give the function another name")
+        names.append(name)
+    if source.rewards and not any(weighted.weight for weighted in source.rewards):
+        raise UserError(f"{where} rewards all weigh 0; give at least one a weight")
 
 
 def _ready_made(config_path: Path | None) -> list[Path]:

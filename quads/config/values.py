@@ -34,6 +34,11 @@ def check_value(cls: type, where: str, name: str, value: Any) -> Any:
         return _check_word(cls, where, name, value, value, key)
     if not isinstance(value, list | tuple) or len(value) != key.limits.get("length", len(value)):
         _refuse(cls, where, name, value)
+    if key.shape == "tables":
+        if not all(isinstance(table, dict | key.type) for table in value):
+            _refuse(cls, where, name, value)
+        tables = [table if isinstance(table, dict) else dataclasses.asdict(table) for table in value]
+        return tuple(check_table(key.type, f"{where} {name}[{i}]", table) for i, table in enumerate(tables))
     if key.type is str and len(set(value)) != len(value):
         raise UserError(f"{where} {name} = {_show(value)}: the same word twice")
     return tuple(_check_word(cls, where, name, value, item, key) for item in value)
@@ -68,7 +73,7 @@ def _parse(cls: type, where: str, name: str, text: str) -> Any:
     try:
         if key.shape == "table":
             value = json.loads(text) if text.startswith('{"') else tomllib.loads(f"value = {text}")["value"]
-        elif key.shape == "list" and text.strip().startswith("["):
+        elif key.shape == "tables" or (key.shape == "list" and text.strip().startswith("[")):
             value = tomllib.loads(f"value = {text}")["value"]
         elif key.shape == "list":
             value = [key.type(word.strip()) for word in text.split(",") if word.strip()]
@@ -86,6 +91,8 @@ def describe_range(cls: type, name: str) -> str:
     key = _declared(cls, name)
     if key.shape == "table":
         return "a table"
+    if key.shape == "tables":
+        return f"a list of tables of {', '.join(f.name for f in dataclasses.fields(key.type))}"
     if key.choices:
         words = ", ".join(choice or '""' for choice in key.choices)
         return f"a list of words out of {words}" if key.shape == "list" else f"one of {words}"
@@ -115,10 +122,10 @@ def toml_table(name: str, values: dict[str, Any]) -> str:
 
 @dataclass(frozen=True)
 class _Key:
-    """A declared key: one word, a list of words, or a table of anything."""
+    """A declared key: one word, a list of words, a table of anything, or a list of tables with keys of their own."""
 
-    shape: Literal["word", "list", "table"]
-    type: Any  # of a word: bool, int, float or str
+    shape: Literal["word", "list", "table", "tables"]
+    type: Any  # of a word: bool, int, float or str; of tables: their dataclass
     choices: tuple[str, ...]  # () where any word will do
     limits: dict[str, Any]
 
@@ -130,6 +137,8 @@ def _declared(cls: type, name: str) -> _Key:
         return _Key("table", dict, (), limits)
     is_list = typing.get_origin(declared) is tuple
     word = typing.get_args(declared)[0] if is_list else declared
+    if dataclasses.is_dataclass(word):
+        return _Key("tables", word, (), limits)
     choices = typing.get_args(word) if typing.get_origin(word) is Literal else ()
     return _Key("list" if is_list else "word", str if choices else word, choices, limits)
 

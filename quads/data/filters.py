@@ -1,15 +1,13 @@
 """Which rows of a data set are trained on: filters in a fixed order, each with a count of what it dropped."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from itertools import islice
 
 from quads.config.sections import SourceSettings
 from quads.data.prompts import PromptBuilder
-from quads.data.rows import Row
+from quads.data.rows import AnswerReader, Prompt, Row
 
 BATCH = 128
-
-CheckAnswers = Callable[[list[str]], list[bool]]
 
 
 class RowFilter:
@@ -19,7 +17,7 @@ class RowFilter:
     one pass over one source.
 
     Args:
-        check_answers: for reward math, tells which gold answers can be read.
+        reader: the source's reward, which tells which answers can be read.
     """
 
     def __init__(
@@ -28,11 +26,11 @@ class RowFilter:
         settings: SourceSettings,
         builder: PromptBuilder,
         max_prompt_tokens: int,
-        check_answers: CheckAnswers,
+        reader: AnswerReader,
     ):
         self.name, self.settings, self.builder = name, settings, builder
         self.max_tokens = settings.max_prompt_tokens or max_prompt_tokens
-        self.check_answers = check_answers
+        self.reader = reader
         self.counts: dict[str, int] = {}
         self._seen: set[bytes] = set()
 
@@ -40,9 +38,10 @@ class RowFilter:
         """The rows that stay, in order. Reads ahead by up to 128 rows, to tokenize them together."""
         kept = (row for row in rows if self._keep(row))
         while batch := list(islice(kept, BATCH)):
-            if self.settings.reward == "math":
-                readable = self.check_answers([row.answer for row in batch])
-                batch = self._drop(batch, readable, "answer that cannot be read as mathematics")
+            reasons = self.reader.unreadable([row.answer for row in batch])
+            for reason in filter(None, reasons):
+                self.count(reason)
+            batch = [row for row, reason in zip(batch, reasons, strict=True) if not reason]
             if not batch:
                 continue
             ids = self.builder.ids(self.builder.word(self.name, self.settings, row) for row in batch)
@@ -59,6 +58,13 @@ class RowFilter:
             self.count(f"prompt shorter than {max(1, self.settings.min_prompt_tokens)} tokens")
             return False
         return True
+
+    def answerable(self, row: Row) -> bool:
+        """Has the row an answer that can be given? Counts it if not."""
+        reason = "answer missing" if row.answer is None else self.reader.unreadable([row.answer])[0]
+        if reason:
+            self.count(reason)
+        return not reason
 
     def count(self, reason: str) -> None:
         self.counts[reason] = self.counts.get(reason, 0) + 1
@@ -79,13 +85,8 @@ class RowFilter:
             return True
         return False
 
-    def _drop(self, rows: list[Row], keep: list[bool], reason: str) -> list[Row]:
-        for _ in range(keep.count(False)):
-            self.count(reason)
-        return [row for row, stays in zip(rows, keep, strict=True) if stays]
 
-
-def in_language(prompt: str | list[dict[str, str]], language: str) -> bool:
+def in_language(prompt: Prompt, language: str) -> bool:
     """By script: `zh` needs a tenth of the letters in Han script, `en` nine tenths in the Latin alphabet of ASCII.
 
     Mathematics is written with Latin letters everywhere, hence the low bar for Han. A prompt without letters fits.

@@ -3,11 +3,9 @@
 from collections.abc import Iterable
 
 from quads.config.sections import SourceSettings, TaskSettings
-from quads.data.rows import Row
+from quads.data.rows import Prompt, Row
 from quads.data.tokenizer import Tokenizer
 from quads.errors import UserError
-
-Prompt = str | list[dict[str, str]]
 
 
 class PromptBuilder:

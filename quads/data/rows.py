@@ -1,20 +1,21 @@
 """One raw row of a data set -> a checked `Row`: columns found, types checked, answer taken out.
 
 A row that is wrong (missing column, wrong type, empty prompt) is an error of the data, reported with file and row. One
-without an answer is merely dropped, and counted.
+without an answer is merely dropped, and counted. What the answer is, the reward of the source says (`AnswerReader`).
 """
 
 import hashlib
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from quads.config.sections import SourceSettings
 from quads.errors import UserError
-from quads.rl.rewards.code_tests import LIVECODEBENCH_COLUMNS, livecodebench_prompt, parse_tests
 
 SHOWN = 10  # bad rows listed in one message
+
+Prompt = str | list[dict[str, str]]  # text, or chat messages
 
 
 @dataclass
@@ -26,8 +27,8 @@ class Row:
 
     id: str
     where: str  # for messages
-    prompt: str | list[dict[str, str]]
-    answer: Any  # None: the row has no answer
+    prompt: Prompt
+    answer: Any  # what the reward has read; None: the row has no answer
 
     @property
     def key(self) -> bytes:
@@ -39,27 +40,51 @@ class BadRow(Exception):
     """Why one row cannot be used."""
 
 
-def prompt_key(prompt: str | list[dict[str, str]]) -> bytes:
+class AnswerReader(Protocol):
+    """What the data of one source asks of its reward: which columns the answer is in, and what they mean."""
+
+    columns: tuple[str, ...]  # that every row must have, besides the prompt's
+    whole_row: bool  # whether `read` is given all columns of a row, not only these
+
+    def read(self, values: dict[str, Any], prompt: Prompt) -> tuple[Prompt, Any]:
+        """-> (the prompt, reworded where the answer's form asks for it; the answer, None where the row has none).
+
+        BadRow: what is wrong with the row.
+        """
+        ...
+
+    def unreadable(self, answers: list[Any]) -> list[str]:
+        """For each answer why it can never be given, in words for people; "" where it can."""
+        ...
+
+    def unpack(self, answer: Any) -> Any:
+        """The answer as scoring takes it. Data sets store tests compressed, and they stay so until they are used."""
+        ...
+
+
+def prompt_key(prompt: Prompt) -> bytes:
     """16 bytes that stand for a prompt."""
     texts = [prompt] if isinstance(prompt, str) else [message["content"] for message in prompt]
     words = "\x1e".join(" ".join(text.split()) for text in texts)
     return hashlib.blake2b(words.encode(), digest_size=16).digest()
 
 
-def needed_columns(settings: SourceSettings) -> list[str]:
+def needed_columns(settings: SourceSettings, reader: AnswerReader) -> list[str]:
     """Columns that every row must have."""
-    paths = [settings.prompt_column, *settings.where]
-    if settings.reward == "code" and settings.code_format == "livecodebench":
-        paths += LIVECODEBENCH_COLUMNS
-    else:
-        paths.append(settings.answer_column)
+    paths = [settings.prompt_column, *settings.where, *reader.columns]
     if settings.id_column not in ("", "id"):  # the default name is used only where there is such a column
         paths.append(settings.id_column)
     return list(dict.fromkeys(path.partition(".")[0] for path in paths))
 
 
 def read_rows(
-    name: str, settings: SourceSettings, raw: Iterable[tuple[int, Any]], place: str, unit: str, counts: dict[str, int]
+    name: str,
+    settings: SourceSettings,
+    reader: AnswerReader,
+    raw: Iterable[tuple[int, Any]],
+    place: str,
+    unit: str,
+    counts: dict[str, int],
 ) -> Iterator[Row]:
     """Checked rows in their order; rows that [sources] `where` filters out are left out and counted.
 
@@ -78,7 +103,7 @@ def read_rows(
         try:
             if isinstance(values, BadRow):
                 raise values
-            row = _read_row(name, settings, values, number, f"{unit} {number} of {place}")
+            row = _read_row(name, settings, reader, values, number, f"{unit} {number} of {place}")
             if row is None:
                 counts["filtered by `where`"] = counts.get("filtered by `where`", 0) + 1
                 continue
@@ -107,31 +132,22 @@ def refuse_bad_rows(place: str, unit: str, bad: list[tuple[int, str]], total: in
     raise UserError("\n".join([head, *lines]))
 
 
-def _read_row(name: str, settings: SourceSettings, values: Any, number: int, where: str) -> Row | None:
+def _read_row(
+    name: str, settings: SourceSettings, reader: AnswerReader, values: Any, number: int, where: str
+) -> Row | None:
     """None when `where` filters the row out."""
     if not isinstance(values, dict):
         raise BadRow(f"a row must be an object of columns, this one is {_kind(values)}")
     for column, wanted in settings.where.items():
-        value = _column(values, column)
+        value = column_value(values, column)
         if value not in (wanted if isinstance(wanted, list | tuple) else [wanted]):
             return None
-    prompt = _prompt(_column(values, settings.prompt_column), settings.prompt_column)
-    if settings.reward == "code" and settings.code_format == "livecodebench":
-        answer = {column: _column(values, column) for column in LIVECODEBENCH_COLUMNS}
-        prompt = livecodebench_prompt(prompt, answer)
-    else:
-        answer = _column(values, settings.answer_column)
-    if settings.reward == "code":
-        try:
-            parse_tests(answer, settings.code_format)
-        except ValueError as error:
-            raise BadRow(str(error)) from None
-    else:
-        answer = _text_answer(answer, settings)
+    prompt = _prompt(column_value(values, settings.prompt_column), settings.prompt_column)
+    prompt, answer = reader.read(values, prompt)
     return Row(f"{name}/{_row_id(values, settings, number)}", where, prompt, answer)
 
 
-def _column(values: dict[str, Any], path: str) -> Any:
+def column_value(values: dict[str, Any], path: str) -> Any:
     """`a.0.b` -> values["a"][0]["b"]; a column whose own name has dots is found first."""
     if path in values:
         return values[path]
@@ -153,13 +169,13 @@ def _column(values: dict[str, Any], path: str) -> Any:
 def _row_id(values: dict[str, Any], settings: SourceSettings, number: int) -> str:
     if settings.id_column == "id" and "id" not in values:  # the default name, and this data set has no ids
         return str(number)
-    value = _column(values, settings.id_column) if settings.id_column else number
+    value = column_value(values, settings.id_column) if settings.id_column else number
     if isinstance(value, bool) or not isinstance(value, str | int) or value == "":
         raise BadRow(f"column {settings.id_column!r} must hold text or an integer, has {_kind(value)}")
     return _utf8(str(value), settings.id_column)
 
 
-def _prompt(value: Any, column: str) -> str | list[dict[str, str]]:
+def _prompt(value: Any, column: str) -> Prompt:
     if isinstance(value, str):
         return _usable_text(value, column)
     if isinstance(value, list | tuple) and value:
@@ -194,8 +210,9 @@ def _utf8(text: str, column: str) -> str:
     return text
 
 
-def _text_answer(value: Any, settings: SourceSettings) -> str | None:
-    """The answer as text; None where it is missing."""
+def text_answer(values: dict[str, Any], settings: SourceSettings) -> str | None:
+    """The answer as text; None where it is missing. BadRow if its column holds neither text nor a number."""
+    value = column_value(values, settings.answer_column)
     if value is None:
         return None
     if isinstance(value, bool) or not isinstance(value, str | int | float):

@@ -15,7 +15,7 @@ from typing import Any
 
 from quads.config.sections import SourceSettings
 from quads.data.order import Shuffled, stable_seed
-from quads.data.rows import BadRow, Row, needed_columns, read_rows
+from quads.data.rows import AnswerReader, BadRow, Row, needed_columns, read_rows
 from quads.errors import UserError
 
 FORMATS = {".parquet": "parquet", ".json": "json", ".jsonl": "json", ".csv": "csv", ".arrow": "arrow"}
@@ -28,6 +28,7 @@ class RowReader:
 
     name: str
     settings: SourceSettings
+    reader: AnswerReader
     test: bool  # the test split or file, not the training one
     dropped: dict[str, int] = field(default_factory=dict)
 
@@ -45,16 +46,16 @@ class RowReader:
         settings = self.settings
         if settings.kind == "jsonl":
             lines = read_jsonl(Path(self.place), f"[sources.{self.name}] path")
-            yield from read_rows(self.name, settings, lines, self.place, "line", self.dropped)
+            yield from read_rows(self.name, settings, self.reader, lines, self.place, "line", self.dropped)
             return
         data, place = load_hub(self.name, settings, self.test, streaming=False)
-        columns = _columns(self.name, data, settings, place)
-        yield from read_rows(self.name, settings, _table(data, columns), place, "row", self.dropped)
+        columns = _columns(self.name, data, settings, self.reader, place)
+        yield from read_rows(self.name, settings, self.reader, _table(data, columns), place, "row", self.dropped)
 
     def stream(self, seed: int, epoch: int) -> Iterator[Row]:
         """The rows in the order of one pass: the stream's own, shuffled within a buffer."""
         data, place = load_hub(self.name, self.settings, self.test, streaming=True)
-        rows = read_rows(self.name, self.settings, enumerate(data), place, "row", self.dropped)
+        rows = read_rows(self.name, self.settings, self.reader, enumerate(data), place, "row", self.dropped)
         yield from _shuffled(rows, stable_seed(seed, self.name, epoch))
 
 
@@ -161,13 +162,15 @@ def read_jsonl(path: Path, where: str) -> Iterator[tuple[int, Any]]:
         raise UserError(f"{where} = {str(path)!r} cannot be read: {error.strerror}") from None
 
 
-def _columns(name: str, data: Any, settings: SourceSettings, place: str) -> list[str]:
+def _columns(name: str, data: Any, settings: SourceSettings, reader: AnswerReader, place: str) -> list[str]:
     """The columns to read, so that large unused ones are never decoded. UserError if one is missing."""
-    wanted = needed_columns(settings)
+    wanted = needed_columns(settings, reader)
     for column in wanted:
         if column not in data.column_names:
             have = ", ".join(data.column_names)
             raise UserError(f"[sources.{name}] {place} has no column {column!r}; there is: {have}")
+    if reader.whole_row:
+        return list(data.column_names)
     own_id = settings.id_column.partition(".")[0]
     return [*wanted, own_id] if own_id in data.column_names and own_id not in wanted else wanted
 

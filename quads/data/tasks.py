@@ -8,20 +8,18 @@ left out and counted, whether they come from files or are generated.
 """
 
 import itertools
-from collections.abc import Container, Iterable, Iterator
-from typing import Any, Protocol
+from collections.abc import Container, Iterable, Iterator, Mapping
+from typing import Protocol
 
 from quads.config.sections import SourceSettings, TaskSettings
 from quads.data.filters import RowFilter
 from quads.data.order import Mixture, Shuffled, stable_seed
 from quads.data.prompts import PromptBuilder
-from quads.data.rows import Row
+from quads.data.reasoning import ReasoningGym
+from quads.data.rows import AnswerReader, Prompt, Row
 from quads.data.sources import FileRows, RowReader, StreamRows
 from quads.data.tokenizer import Tokenizer
 from quads.errors import UserError
-from quads.rl.rewards.code_tests import parse_tests
-from quads.rl.rewards.judges import AnswerCheck
-from quads.rl.rewards.task import ReasoningGym
 from quads.types import Example
 
 ATTEMPTS = 1000  # fresh problems tried in place of one that may not be used
@@ -39,7 +37,8 @@ class Task:
 
     def __init__(
         self,
-        settings: dict[str, SourceSettings],
+        settings: Mapping[str, SourceSettings],
+        readers: Mapping[str, AnswerReader],
         builder: PromptBuilder,
         train: dict[str, TrainRows],
         mixture: Mixture,
@@ -47,7 +46,7 @@ class Task:
         report: list[str],
     ):
         self.report = report  # one line a source, for people
-        self._settings, self._builder = settings, builder
+        self._settings, self._readers, self._builder = settings, readers, builder
         self._train, self._mixture, self._test = train, mixture, test
 
     def batch(self, step: int, n: int) -> list[Example]:
@@ -71,23 +70,14 @@ class Task:
             for (name, row), prompt, ids in zip(rows, prompts, all_ids, strict=True)
         ]
 
-    def _example(self, name: str, row: Row, prompt: str | list[dict[str, str]], ids: list[int]) -> Example:
-        settings = self._settings[name]
-        meta: dict[str, Any] = {"reward": settings.reward, "answer_tag": settings.answer_tag}
-        answer = row.answer
-        if settings.reward == "code":
-            answer = parse_tests(answer, settings.code_format)
-            meta["code_score"] = settings.code_score
-        elif settings.reward == "math":
-            meta["percent_as_unit"] = settings.percent_as_unit
-        elif settings.reward == "task":
-            meta |= {"dataset": settings.dataset, "params": settings.params}
-        return Example(row.id, name, prompt, ids, answer, meta)
+    def _example(self, name: str, row: Row, prompt: Prompt, ids: list[int]) -> Example:
+        return Example(row.id, name, prompt, ids, self._readers[name].unpack(row.answer))
 
 
 def build_task(
     task: TaskSettings,
-    sources: dict[str, SourceSettings],
+    sources: Mapping[str, SourceSettings],
+    readers: Mapping[str, AnswerReader],
     tokenizer: Tokenizer,
     seed: int,
     max_prompt_tokens: int = 3072,
@@ -96,6 +86,7 @@ def build_task(
 
     Args:
         sources: by name; holds at least those named.
+        readers: their rewards, by the same names.
         seed: of the order, of held-out rows and of generated problems.
         max_prompt_tokens: longer prompts are dropped and counted.
 
@@ -103,17 +94,12 @@ def build_task(
         UserError: anything wrong with a source, named with its file and row.
     """
     builder = PromptBuilder(task, tokenizer)
-    check = AnswerCheck()
-    loader = _Loader(sources, builder, seed, max_prompt_tokens, check)
+    loader = _Loader(sources, readers, builder, seed, max_prompt_tokens)
     test_names = task.eval or task.train
-    try:
-        test = {name: loader.test_rows(name, trained=name in task.train) for name in test_names}
-        train = {name: loader.train_rows(name) for name in task.train}
-    finally:
-        check.close()
+    test = {name: loader.test_rows(name, trained=name in task.train) for name in test_names}
+    train = {name: loader.train_rows(name) for name in task.train}
     mixture = Mixture(list(task.weights) or [1.0] * len(train), stable_seed(seed, "mixture"))
-    settings = {name: sources[name] for name in (*train, *test)}
-    return Task(settings, builder, train, mixture, test, loader.report)
+    return Task(sources, readers, builder, train, mixture, test, loader.report)
 
 
 class _Loader:
@@ -121,14 +107,14 @@ class _Loader:
 
     def __init__(
         self,
-        sources: dict[str, SourceSettings],
+        sources: Mapping[str, SourceSettings],
+        readers: Mapping[str, AnswerReader],
         builder: PromptBuilder,
         seed: int,
         max_prompt_tokens: int,
-        check_answers: AnswerCheck,
     ):
-        self.sources, self.builder, self.seed = sources, builder, seed
-        self.max_prompt_tokens, self.check_answers = max_prompt_tokens, check_answers
+        self.sources, self.readers, self.builder, self.seed = sources, readers, builder, seed
+        self.max_prompt_tokens = max_prompt_tokens
         self.report: list[str] = []
         self._read: dict[str, list[Row]] = {}  # usable rows of sources that give both test and training rows
         self._test_keys: dict[bytes, str] = {}  # of test prompts, and why a training row with one is left out
@@ -137,7 +123,7 @@ class _Loader:
     def test_rows(self, name: str, trained: bool) -> list[Row]:
         """The test prompts of one source, all of them."""
         settings = self.sources[name]
-        row_filter, reader = self._filter(name), RowReader(name, settings, test=True)
+        row_filter, reader = self._filter(name), RowReader(name, settings, self.readers[name], test=True)
         own_split = bool(settings.eval_split or settings.eval_path)
         held_out = trained and not own_split and settings.kind != "reasoning_gym"
         if settings.kind == "reasoning_gym":
@@ -159,10 +145,10 @@ class _Loader:
     def train_rows(self, name: str) -> TrainRows:
         """Endless training rows of one source."""
         settings = self.sources[name]
-        row_filter, reader = self._filter(name), RowReader(name, settings, test=False)
+        row_filter, reader = self._filter(name), RowReader(name, settings, self.readers[name], test=False)
         if settings.kind == "reasoning_gym":
             self.report.append(f"{name}: train {settings.size or 'fresh'} problems of reasoning-gym {settings.dataset}")
-            gym = ReasoningGym(name, settings, self.seed)
+            gym = ReasoningGym(name, settings, self.readers[name], self.seed)
             return _GeneratedRows(gym, settings, self._test_keys, row_filter, self.builder, self.seed)
         if settings.streaming:
             self.report.append(f"{name}: train rows streamed from {settings.dataset}")
@@ -175,7 +161,7 @@ class _Loader:
         return FileRows(rows, name, self.seed)
 
     def _filter(self, name: str) -> RowFilter:
-        return RowFilter(name, self.sources[name], self.builder, self.max_prompt_tokens, self.check_answers)
+        return RowFilter(name, self.sources[name], self.builder, self.max_prompt_tokens, self.readers[name])
 
     def _open_pass(self, name: str, reader: RowReader, epoch: int) -> Iterator[Row]:
         row_filter = self._filter(name)
@@ -195,7 +181,7 @@ class _Loader:
     def _generated_test(self, name: str, row_filter: RowFilter) -> list[Row]:
         """Different problems from the test stream. Of a task with few problems, half are left to training."""
         settings = self.sources[name]
-        gym = ReasoningGym(name, settings, self.seed)
+        gym = ReasoningGym(name, settings, self.readers[name], self.seed)
         problems = (gym.problem("eval", k) for k in range(max(ATTEMPTS, 4 * settings.eval_rows)))
         rows = list(itertools.islice(row_filter(problems), settings.eval_rows))
         if len(rows) < settings.eval_rows:
@@ -242,6 +228,8 @@ class _GeneratedRows:
         for row in self._candidates(k):
             if row.key in self.test_keys:
                 self.filter.count(ALSO_TEST)
+                continue
+            if not self.filter.answerable(row):
                 continue
             (ids,) = self.builder.ids([self.builder.word(self.gym.name, self.settings, row)])
             if self.filter.fits(len(ids)):

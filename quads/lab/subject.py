@@ -14,7 +14,15 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from quads.assemble import DTYPES, build_engine, build_model, check_vocabulary, load_model_config, request_seeds
+from quads.assemble import (
+    DTYPES,
+    build_engine,
+    build_model,
+    build_rewards,
+    check_vocabulary,
+    load_model_config,
+    request_seeds,
+)
 from quads.config import Config, load_config
 from quads.config.options import whole
 from quads.data.tasks import build_task
@@ -134,7 +142,8 @@ def build_subject(args: argparse.Namespace, overrides: list[str], native: bool =
         raise UserError(f"--layer {layer}: the model has layers 0 to {model_config.num_layers - 1}")
     tokenizer = Tokenizer(cfg.model.tokenizer)
     check_vocabulary(tokenizer, model_config)
-    task = build_task(cfg.task, cfg.sources, tokenizer, cfg.train.seed, cfg.rollout.max_prompt_tokens)
+    readers = build_rewards(cfg).rewards
+    task = build_task(cfg.task, cfg.sources, readers, tokenizer, cfg.train.seed, cfg.rollout.max_prompt_tokens)
     master = build_model(cfg, model_config, device)
     if args.checkpoint:
         load_model_weights(Path(args.checkpoint), master)

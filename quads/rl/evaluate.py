@@ -45,11 +45,12 @@ Generate = Callable[..., list[list[Completion]]]  # an engine's `generate`
 class JudgedPrompt:
     """One prompt's responses, reduced to what the results need.
 
-    Example: `JudgedPrompt("chain_sum", [1.0, 0.0], [4, 8], [False, True], [False, False])`
+    Example: `JudgedPrompt("chain_sum", [1.0, 0.0], [True, False], [4, 8], [False, True], [False, False])`
     """
 
     source: str
     scores: list[float]
+    right: list[bool]  # score 1 or more; of several weighted rewards the first one's
     lengths: list[int]  # tokens
     truncated: list[bool]
     ungraded: list[bool]  # the grader hung or died: score 0
@@ -96,18 +97,24 @@ def evaluate(
     """
     prompts = [example.prompt_ids for example in grading.examples]
     completions = generate(prompts, samples, sampling, seeds, on_group=grading.add)
-    scores_PS, ungraded_PS = grading.finish()
+    graded = grading.finish()
     judged = gather(
         [
             JudgedPrompt(
                 example.source,
-                scores,
+                rewards,
+                [reward >= 1.0 for reward in correctness],
                 [len(c.token_ids) for c in group],
                 [c.finish_reason == "length" for c in group],
                 ungraded,
             )
-            for example, group, scores, ungraded in zip(
-                grading.examples, completions, scores_PS.tolist(), ungraded_PS.tolist(), strict=True
+            for example, group, rewards, correctness, ungraded in zip(
+                grading.examples,
+                completions,
+                graded.rewards_PG.tolist(),
+                graded.correctness_PG.tolist(),
+                graded.ungraded_PG.tolist(),
+                strict=True,
             )
         ]
     )
@@ -118,7 +125,7 @@ def evaluate(
 def _summarize(source: str, judged: list[JudgedPrompt]) -> EvalResult:
     scores_PS = torch.tensor([prompt.scores for prompt in judged])
     num_prompts, num_samples = scores_PS.shape
-    right_PS = scores_PS >= 1.0
+    right_PS = torch.tensor([prompt.right for prompt in judged])
     per_prompt_P = right_PS.double().mean(dim=1)
     right_P = right_PS.sum(dim=1).tolist()
     ks = [k for k in (1, 2, 4, 8, 16, 32, 64) if k <= num_samples]

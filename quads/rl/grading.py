@@ -2,24 +2,35 @@
 
     grading = Grading(pool.submit, tokenizer.decode_batch, tokenizer.eos_ids, examples, truncated=False)
     engine.generate(..., on_group=grading.add)      a group is sent to the graders as soon as it is complete
-    rewards_PG, ungraded_PG = grading.finish()      waits for what is left
+    graded = grading.finish()                       waits for what is left
 
 Training is on policy: an update needs the rewards of all its responses. What overlaps is the grading of one group with
 the drawing of the others of the same step, so that after the rollout only the last groups are left to wait for. Rewards
 do not depend on when they were computed.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from quads.sandbox.helpers import Verdict
-from quads.types import Completion, Example
+from quads.types import Completion, Example, Verdict
 
 Submit = Callable[[Example, str], "Future[Verdict]"]
 Decode = Callable[[list[list[int]]], list[str]]
+
+
+@dataclass
+class Graded:
+    """What became of the responses of one rollout; tensors are [prompts, group size]."""
+
+    rewards_PG: Tensor  # fp32; 0 where there is no verdict, and for a response that was cut and is not graded
+    ungraded_PG: Tensor  # bool, the grader hung or died: no verdict
+    correctness_PG: Tensor  # fp32, of the first of a source's weighted rewards: what pass@1 asks. Else the reward
+    parts: dict[str, list[float]]  # each weighted reward by name: its own values, of the responses that it graded
 
 
 class Grading:
@@ -45,21 +56,38 @@ class Grading:
         """Start grading all responses to examples[prompt]."""
         self._groups[prompt] = self._thread.submit(self._start, self.examples[prompt], group)
 
-    def finish(self) -> tuple[Tensor, Tensor]:
-        """-> (rewards fp32, ungraded bool), both [prompts, group size]. Ungraded: the grader hung or died; reward 0."""
+    def finish(self) -> Graded:
+        """Wait for all verdicts. What goes wrong while they are found is raised here."""
         verdicts_PG = [
             [future.result() if future else Verdict(0.0, 0.0) for future in self._groups[prompt].result()]
             for prompt in range(len(self.examples))
         ]
         self._thread.shutdown()
-        rewards_PG = torch.tensor([[float(verdict.reward) for verdict in verdicts] for verdicts in verdicts_PG])
-        return rewards_PG, torch.tensor([[verdict.failed for verdict in verdicts] for verdicts in verdicts_PG])
+        parts: dict[str, list[float]] = {}
+        for verdict in (verdict for verdicts in verdicts_PG for verdict in verdicts):
+            for name, value in verdict.parts.items():
+                parts.setdefault(name, []).append(value)
+        return Graded(
+            torch.tensor([[float(verdict.reward) for verdict in verdicts] for verdicts in verdicts_PG]),
+            torch.tensor([[verdict.failed for verdict in verdicts] for verdicts in verdicts_PG]),
+            torch.tensor([[float(verdict.correctness) for verdict in verdicts] for verdicts in verdicts_PG]),
+            parts,
+        )
 
     def _start(self, example: Example, group: list[Completion]) -> "list[Future[Verdict] | None]":
         """None stands for a response that is not graded."""
         graded = [self._truncated or completion.finish_reason == "stop" for completion in group]
         texts = iter(self._decode([strip_stop(c, self._stop_ids) for c, yes in zip(group, graded, strict=True) if yes]))
         return [self._submit(example, next(texts)) if yes else None for yes in graded]
+
+
+def part_means(of_processes: Sequence[dict[str, list[float]]]) -> dict[str, float]:
+    """`reward/NAME` of each weighted reward: its mean over the responses that it graded, in all processes."""
+    values: dict[str, list[float]] = {}
+    for parts in of_processes:
+        for name, some in parts.items():
+            values.setdefault(name, []).extend(some)
+    return {f"reward/{name}": math.fsum(values[name]) / len(values[name]) for name in sorted(values)}
 
 
 def strip_stop(completion: Completion, stop_ids: Sequence[int]) -> list[int]:

@@ -16,7 +16,6 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
@@ -27,15 +26,6 @@ U = TypeVar("U")
 HEADER = struct.Struct("<Q")
 START_S = 120.0  # a helper that is not ready by then will never be
 REPOSITORY = str(Path(__file__).resolve().parents[2])
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """How good a response is, in [0, 1], and how long it took to find out (waiting for a free helper left out)."""
-
-    reward: float
-    seconds: float
-    failed: bool = False  # the grader ran out of time or died, and gave no verdict: reward 0
 
 
 class HelperError(UserError):

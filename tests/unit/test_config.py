@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from quads.config import SECTIONS, Config, config_changes, config_to_toml, describe_keys, load_config
-from quads.config.sections import SourceSettings, TrainSettings
+from quads.config.sections import REWARDS, SourceSettings, TrainSettings, WeightedReward
 from quads.errors import UserError, main_guard
 from tests.helpers import REPOSITORY, command_env
 
@@ -30,6 +30,7 @@ kind = "jsonl"
 path = "rows.jsonl"
 reward = "exact"
 """
+LIST = ("--sources.rows.reward", "", "--sources.rows.rewards")
 
 
 @pytest.fixture
@@ -124,7 +125,27 @@ def test_resume_alone_means_latest(toml: str) -> None:
         (["--task.system", "Be brief"], "needs chat = true"),
         (["--task.weights", "1,2"], "weights has 2 numbers for 1 training sources"),
         (["--sources.rows.kidn", "x"], "unknown key 'kidn' in [sources.rows]; nearest valid one: kind"),
-        (["--sources.rows.reward", "task"], "[sources.rows] reward = 'task' is for reasoning_gym"),
+        (
+            ["--sources.rows.reward", "maths"],
+            "[sources.rows] reward = 'maths': must be one of task, exact, math",
+        ),
+        (["--sources.rows.reward", "my_rewards:score"], "must be one of task, exact, math, code, or FILE.py:FUNCTION"),
+        (["--sources.rows.reward", "a.py:not a name"], "must be one of task, exact, math, code, or FILE.py:FUNCTION"),
+        (["--sources.rows.reward", ""], "[sources.rows] reward is missing; one of task, exact"),
+        (["--sources.rows.rewards", '[{reward = "math"}]'], "has both reward = 'exact' and rewards; keep one"),
+        ([*LIST, '[{reward = "math"}, {reward = "math"}]'], "rewards has 'math' twice"),
+        ([*LIST, '[{reward = "a.py:f"}, {reward = "b.py:f"}]'], "rewards has 'f' twice"),
+        ([*LIST, '[{reward = "a.py:mean"}]'], "reward/mean is a metric of every run"),
+        ([*LIST, '[{reward = "math", weight = 0}]'], "rewards all weigh 0"),
+        ([*LIST, "[{weight = 1}]"], "rewards[0].reward is missing"),
+        ([*LIST, '[{reward = "math"}, {reward = "meth"}]'], "rewards[1].reward = 'meth': must be one of"),
+        (
+            [*LIST, '[{reward = "math", weigth = 1}]'],
+            "'weigth' in [sources.rows] rewards[0]; nearest valid",
+        ),
+        ([*LIST, '[{reward = "math", weight = nan}]'], "[sources.rows] rewards[0] weight = nan: must be a number >="),
+        ([*LIST, '["math"]'], "rewards = ['math']: must be a list of tables of reward, weight"),
+        ([*LIST, "math"], "rewards = 'math': must be a list of tables of reward, weight"),
         (["--sources.rows", "x"], "a source's keys are sources.NAME. followed by one of kind, dataset"),
     ],
 )
@@ -222,6 +243,22 @@ def test_ready_made_sources_are_found_by_name(tmp_path: Path) -> None:
     (tmp_path / "sources" / "sums.toml").write_text('kidn = "reasoning_gym"')
     file = write(tmp_path, '[model]\npath = "x"\n[task]\ntrain = ["sums"]\n')
     assert "unknown key 'kidn' in [sources.sums]" in refused("--config", file)
+
+
+def test_rewards_of_a_source_survive_config_toml(toml: str, tmp_path: Path) -> None:
+    """In the file and from the command line alike; the weights reach their place, and config.toml reads back equal."""
+    argv = [*LIST, '[{ reward = "math", weight = 0.8 }, { reward = "f/my.py:short", weight = -0.25 }]']
+    cfg = load_config(["--config", toml, *argv])
+    assert cfg.sources["rows"].rewards == (WeightedReward("math", 0.8), WeightedReward("f/my.py:short", -0.25))
+    saved = tmp_path / "config.toml"
+    saved.write_text(config_to_toml(cfg))
+    assert load_config(["--config", str(saved)]).sources == cfg.sources
+    assert WeightedReward("math").weight == 1.0
+
+
+def test_help_says_what_judges() -> None:
+    text = describe_keys()
+    assert all(f"{word}: {judge}" in text for word, judge in REWARDS.items()) and "FILE.py:FUNCTION" in text
 
 
 def test_a_source_can_be_defined_on_the_command_line(toml: str) -> None:

@@ -7,8 +7,7 @@ from quads.config.options import take_option
 from quads.errors import UserError
 from quads.rl.evaluate import eval_metrics, evaluate, format_side_by_side, format_table, pass_at_k
 from quads.rl.grading import Grading
-from quads.sandbox.helpers import Verdict
-from quads.types import Completion, Example, Sampling
+from quads.types import Completion, Example, Sampling, Verdict
 
 
 def test_pass_at_k_by_hand():

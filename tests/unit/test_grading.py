@@ -8,12 +8,11 @@ from typing import Literal
 import pytest
 import torch
 
-from quads.config.sections import RewardSettings
+from quads.config.sections import RewardSettings, SourceSettings
 from quads.errors import UserError
 from quads.rl.grading import Grading, strip_stop
 from quads.rl.rewards.pool import RewardPool
-from quads.sandbox.helpers import Verdict
-from quads.types import Completion, Example
+from quads.types import Completion, Example, Verdict
 
 HANGS = r"\int_0^1 \sqrt{\sin(x^{17}+\cos(x^x))+\tan(x^3+x+1)^{\ln(x+2)}}\,dx"  # no computer algebra finishes it
 
@@ -41,7 +40,8 @@ def test_groups_may_come_in_any_order() -> None:
     grading.add(2, [completion(2, 9), completion(1, 9)])
     grading.add(0, [completion(1, 9), completion(2, 9)])
     grading.add(1, [completion(1, 9), completion(1, 9)])
-    rewards_PG, ungraded_PG = grading.finish()
+    result = grading.finish()
+    rewards_PG, ungraded_PG = result.rewards_PG, result.ungraded_PG
     assert rewards_PG.tolist() == [[0, 0], [1, 1], [1, 0]] and rewards_PG.dtype == torch.float32
     assert ungraded_PG.dtype == torch.bool and not ungraded_PG.any()
 
@@ -50,7 +50,7 @@ def test_a_response_that_was_cut_is_graded_only_where_asked() -> None:
     for truncated in (False, True):
         grading = Grading(graded, decode, (9,), examples(1), truncated)
         grading.add(0, [completion(0, reason="length"), completion(0, 9)])
-        assert grading.finish()[0].tolist() == [[float(truncated), 1.0]]
+        assert grading.finish().rewards_PG.tolist() == [[float(truncated), 1.0]]
 
 
 def test_adding_does_not_wait_for_a_verdict() -> None:
@@ -65,7 +65,7 @@ def test_adding_does_not_wait_for_a_verdict() -> None:
     grading.add(0, [completion(0, 9)])
     grading.add(1, [completion(1, 9)])  # here with both graders still at work
     release.set()
-    assert grading.finish()[0].tolist() == [[1.0], [1.0]]
+    assert grading.finish().rewards_PG.tolist() == [[1.0], [1.0]]
 
 
 def test_what_goes_wrong_in_the_thread_is_raised_at_the_end() -> None:
@@ -80,19 +80,21 @@ def test_what_goes_wrong_in_the_thread_is_raised_at_the_end() -> None:
 
 def test_a_hung_grader_scores_0_is_counted_and_stalls_nobody() -> None:
     """One of 16 answers hangs its judge. The others are judged meanwhile, and the batch waits for its limit once."""
-    pool = RewardPool(RewardSettings(workers=2, judge_time_s=2.0))
+    source = SourceSettings(kind="jsonl", reward="math")
+    pool = RewardPool(RewardSettings(workers=2, judge_time_s=2.0), {"s": source})
     try:
-        warm = Example("w", "s", "p", [1], "1", {"reward": "math"})
+        warm = Example("w", "s", "p", [1], "1")
         started_judges = [pool.submit(warm, r"\boxed{1}") for _ in range(2)]
         assert [future.result().reward for future in started_judges] == [1.0] * 2
-        problems = [Example(str(i), "s", "p", [1], "1", {"reward": "math"}) for i in range(4)]
+        problems = [Example(str(i), "s", "p", [1], "1") for i in range(4)]
         texts = {1: HANGS, 2: "1", 3: "2"}
         write = lambda batch: [rf"\boxed{{{texts[ids[0]]}}}" for ids in batch]  # noqa: E731
         grading = Grading(pool.submit, write, (9,), problems, truncated=False)
         started = time.monotonic()
         for prompt in range(4):
             grading.add(prompt, [completion(1 if prompt == 0 else 2, 9), *[completion(2, 9)] * 2, completion(3, 9)])
-        rewards_PG, ungraded_PG = grading.finish()
+        result = grading.finish()
+        rewards_PG, ungraded_PG = result.rewards_PG, result.ungraded_PG
         seconds = time.monotonic() - started
     finally:
         pool.close()

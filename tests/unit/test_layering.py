@@ -12,7 +12,7 @@ SEEN = {
     "base": {"base", "config"},
     "config": {"base", "config"},
     "run": {"base", "config", "run"},
-    "data": {"base", "config", "data", "rl"},
+    "data": {"base", "config", "data"},
     "sandbox": {"base", "config", "sandbox"},
     "model": {"base", "config", "model"},
     "quant": {"base", "config", "model", "quant"},

@@ -9,53 +9,65 @@ from typing import Any
 
 import pytest
 
-from quads.config.sections import RewardSettings
+from quads.config.sections import RewardSettings, SourceSettings
+from quads.data.reasoning import make_dataset
 from quads.rl.rewards.__main__ import main
 from quads.rl.rewards.code_tests import CodeTests
 from quads.rl.rewards.judges import JudgePool, judge_environment
-from quads.rl.rewards.pool import RewardPool, tagged
-from quads.rl.rewards.task import make_dataset, score
+from quads.rl.rewards.pool import RewardPool
+from quads.rl.rewards.task import score
+from quads.rl.rewards.text import tagged
 from quads.sandbox.helpers import Helper, HelperError, HelperPool
 from quads.types import Example
+
+SOURCES = {
+    "math": SourceSettings(kind="jsonl", reward="math"),
+    "percent": SourceSettings(kind="jsonl", reward="math", percent_as_unit=True),
+    "exact": SourceSettings(kind="jsonl", reward="exact"),
+    "tagged": SourceSettings(kind="jsonl", reward="exact", answer_tag="answer"),
+    "gym": SourceSettings(kind="reasoning_gym", dataset="chain_sum", params={"max_terms": 3}),
+    "tagged gym": SourceSettings(kind="reasoning_gym", dataset="chain_sum", answer_tag="answer"),
+    "code": SourceSettings(kind="jsonl", reward="code"),
+    "part": SourceSettings(kind="jsonl", reward="code", code_score="fraction"),
+}
 
 
 @pytest.fixture(scope="module")
 def pool():
-    pool = RewardPool(RewardSettings(workers=2, judge_time_s=2.0, code_time_s=2.0))
+    pool = RewardPool(RewardSettings(workers=2, judge_time_s=2.0, code_time_s=2.0), SOURCES)
     yield pool
     pool.close()
 
 
-def example(reward: str, answer: Any, **meta: Any) -> Example:
-    return Example("0", "s", "", [], answer, {"reward": reward, **meta})
+def example(source: str, answer: Any) -> Example:
+    return Example("0", source, "", [], answer)
 
 
 def score_batch(pool: RewardPool, batch: list[tuple[Example, str]]) -> list[float]:
     return [future.result().reward for future in [pool.submit(example, text) for example, text in batch]]
 
 
-def gym_example(name: str, **params: Any) -> Example:
-    entry = make_dataset("test", name, params, seed=3, size=4)[0]
-    return example("task", entry, dataset=name, params=params)
-
-
 def test_every_kind_in_one_batch(pool: RewardPool) -> None:
-    gym = gym_example("chain_sum", max_terms=3)
-    code = example("code", CodeTests("", ("2", "3"), ("4", "9")), code_score="fraction")
+    gym, tagged_gym = (example(name, make_dataset("test", "chain_sum", {}, seed=3, size=4)[0]) for name in
+                       ("gym", "tagged gym"))  # fmt: skip
+    tests = CodeTests("", ("2", "3"), ("4", "9"))
     batch = [
         (example("math", "0.5"), r"\boxed{\frac{1}{2}}"),
         (example("math", "0.5"), r"\boxed{\frac{1}{3}}"),
-        (example("math", "25", percent_as_unit=True), r"\boxed{25\%}"),
+        (example("percent", "25"), r"\boxed{25\%}"),
         (example("exact", "yes"), " yes\n"),
         (example("exact", "yes"), "Yes"),
-        (example("exact", "yes", answer_tag="answer"), "hm <answer>no</answer> <answer> yes </answer>"),
-        (example("exact", "yes", answer_tag="answer"), "yes"),
+        (example("tagged", "yes"), "hm <answer>no</answer> <answer> yes </answer>"),
+        (example("tagged", "yes"), "yes"),
         (gym, gym.answer["answer"]),
         (gym, "no number"),
-        (code, "```python\nprint(int(input()) ** 2)\n```"),
-        (code, "```python\nprint(4)\n```"),
+        (tagged_gym, gym.answer["answer"]),
+        (tagged_gym, f"<answer>{gym.answer['answer']}</answer>"),
+        (example("code", tests), "```python\nprint(int(input()) ** 2)\n```"),
+        (example("code", tests), "```python\nprint(4)\n```"),
+        (example("part", tests), "```python\nprint(4)\n```"),
     ]
-    assert score_batch(pool, batch) == [1.0, 0.0, 1.0, 1.0, 0.0, 1.0, 0.0, 1.0, 0.0, 1.0, 0.5]
+    assert score_batch(pool, batch) == [1.0, 0.0, 1.0, 1.0, 0.0, 1.0, 0.0, 1.0, 0.0, 0.0, 1.0, 1.0, 0.0, 0.5]
 
 
 def test_scoring_runs_beside_the_caller(pool: RewardPool) -> None:
@@ -135,8 +147,8 @@ def test_judges_find_packages_where_the_trainer_does(monkeypatch: pytest.MonkeyP
 
 
 def test_closing_ends_work_and_processes() -> None:
-    pool = JudgePool("math", workers=1, time_s=60.0)
-    assert pool.submit("math", "1", r"\boxed{1}", False).result(timeout=60).reward == 1.0
+    pool = JudgePool("quads.rl.rewards.math", workers=1, time_s=60.0)
+    assert pool.add("make_judge", False).submit("1", r"\boxed{1}").result(timeout=60).reward == 1.0
     (pid,) = [int(p) for t in Path("/proc/self/task").iterdir() for p in (t / "children").read_text().split()
               if b"quads.rl.rewards.judge" in Path(f"/proc/{p}/cmdline").read_bytes()][-1:]  # fmt: skip
     pool.close()
@@ -180,7 +192,8 @@ def test_code_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
         ("math", "{", "line 2: is not JSON"),
         ("math", {"response": "x"}, "line 2: must be an object with response and answer"),
         ("math", {"response": 1, "answer": "x"}, "line 2: response must be text"),
-        ("math", {"response": "x", "answer": [1]}, "line 2: answer must be text or a number"),
+        ("math", {"response": "x", "answer": [1]}, "line 2: column 'answer' must hold text or a number, has a list"),
+        ("math", {"response": "x", "answer": None}, "line 2: has no answer"),
         ("code", {"response": "x", "tests": []}, "line 2: there are no tests"),
         ("code", {"response": "x", "tests": [{"input": "1"}]}, "line 2: test 1 must be an object"),
     ],

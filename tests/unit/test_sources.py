@@ -13,13 +13,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from quads.config.sections import SourceSettings, TaskSettings
+from quads.config.sections import RewardSettings, SourceSettings, TaskSettings
 from quads.config.sources import REPOSITORY_CONFIGS, read_toml
 from quads.config.values import check_table
 from quads.data.sources import StreamRows
 from quads.data.tasks import Task, build_task
 from quads.data.tokenizer import Tokenizer
 from quads.errors import UserError
+from quads.rl.rewards.pool import RewardPool
 from tests.helpers import REPOSITORY
 
 TOKENIZER = Tokenizer(REPOSITORY / "examples" / "tokenizer")
@@ -36,7 +37,11 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def build(settings: SourceSettings, **task: Any) -> Task:
-    return build_task(TaskSettings(**{"train": ("data",), **task}), {"data": settings}, TOKENIZER, seed=0)
+    return read_task(TaskSettings(**{"train": ("data",), **task}), {"data": settings})
+
+
+def read_task(task: TaskSettings, sources: dict[str, SourceSettings]) -> Task:
+    return build_task(task, sources, RewardPool(RewardSettings(workers=2), sources).rewards, TOKENIZER, seed=0)
 
 
 def store(folder: Path, form: str) -> str:
@@ -235,9 +240,7 @@ def test_ready_made_sources_read_their_schema(tmp_path: Path, name: str) -> None
     rows, answers = READY_MADE[name]
     datasets.Dataset.from_list(rows).to_parquet(tmp_path / "data.parquet")
     settings = replace(ready_made(name), dataset=str(tmp_path / "data.parquet"), eval_split="")
-    task = build_task(
-        TaskSettings(train=(name,), eval=(name,), chat=True), {name: replace(settings, eval_rows=0)}, TOKENIZER, 0
-    )
+    task = read_task(TaskSettings(train=(name,), eval=(name,), chat=True), {name: replace(settings, eval_rows=0)})
     examples = {example.id: example for example in task.batch(0, 8)}.values()
     if settings.reward == "code":
         found = [(example.answer.function, len(example.answer.inputs)) for example in examples]
@@ -255,7 +258,7 @@ def test_livecodebench_prompts_show_the_starter_code(tmp_path: Path) -> None:
     rows, _ = READY_MADE["livecodebench"]
     datasets.Dataset.from_list(rows).to_parquet(tmp_path / "data.parquet")
     settings = replace(ready_made("livecodebench"), dataset=str(tmp_path / "data.parquet"))
-    task = build_task(TaskSettings(train=("l",), eval=("l",)), {"l": replace(settings, eval_rows=0)}, TOKENIZER, 0)
+    task = read_task(TaskSettings(train=("l",), eval=("l",)), {"l": replace(settings, eval_rows=0)})
     by_id = {example.id: example for example in task.batch(0, 4)}
     assert "Read from standard input" in by_id["l/abc1"].prompt
     assert "class Solution:\n    def rev(self" in by_id["l/3001"].prompt

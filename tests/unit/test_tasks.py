@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 
-from quads.config.sections import SourceSettings, TaskSettings
+from quads.config.sections import RewardSettings, SourceSettings, TaskSettings
 from quads.data.order import Mixture, Shuffled, permutation, stable_seed
 from quads.data.tasks import Task, build_task
 from quads.data.tokenizer import Tokenizer
 from quads.errors import UserError
+from quads.rl.rewards.pool import RewardPool
 from tests.helpers import REPOSITORY
 
 TOKENIZER = Tokenizer(REPOSITORY / "examples" / "tokenizer")
@@ -35,7 +36,8 @@ def numbered(path: Path, name: str, n: int) -> SourceSettings:
 
 def build(sources: dict[str, SourceSettings], seed: int = 0, limit: int = 3072, **task: Any) -> Task:
     settings = TaskSettings(**{"train": tuple(sources), **task})
-    return build_task(settings, sources, TOKENIZER, seed, limit)
+    readers = RewardPool(RewardSettings(workers=2), sources).rewards
+    return build_task(settings, sources, readers, TOKENIZER, seed, limit)
 
 
 def prompts(task: Task, step: int, n: int = 8) -> list[Any]:
@@ -114,11 +116,8 @@ def test_size_limits_the_training_problems() -> None:
 
 
 def test_examples_carry_what_their_scorer_needs() -> None:
-    (example,) = build({"sums": replace(SUMS, answer_tag="answer")}).batch(0, 1)
+    (example,) = build({"sums": SUMS}).batch(0, 1)
     assert example.source == "sums"
-    assert example.meta == {
-        "reward": "task", "answer_tag": "answer", "dataset": "chain_sum", "params": SUMS.params,
-    }  # fmt: skip
     assert example.answer["question"] in example.prompt
     assert example.prompt_ids == TOKENIZER.encode(example.prompt)
 

@@ -42,7 +42,6 @@ from quads.config.options import whole
 from quads.quant.recipes import ROLLOUTS, QuantSpec, resolve
 from quads.rl.evaluate import evaluate, standard_error
 from quads.rl.grading import Grading
-from quads.rl.rewards.pool import find_isolation
 from quads.data.tasks import build_task
 from quads.data.tokenizer import Tokenizer
 from quads.rollout.sync import sync
@@ -111,12 +110,14 @@ def judge(spec: QuantSpec, policies: Sequence[Policy], prompts: int, samples: in
     cfg = policies[0].cfg
     device, dtype = choose_device(cfg.train.device, 0), DTYPES[cfg.model.dtype]
     model_config, tokenizer = load_model_config(cfg), Tokenizer(cfg.model.tokenizer)
-    examples = build_task(cfg.task, cfg.sources, tokenizer, cfg.train.seed, cfg.rollout.max_prompt_tokens).eval_set(
-        prompts
+    rewards = build_rewards(cfg)
+    rewards.check()
+    task = build_task(
+        cfg.task, cfg.sources, rewards.rewards, tokenizer, cfg.train.seed, cfg.rollout.max_prompt_tokens
     )
+    examples = task.eval_set(prompts)
     seeds = request_seeds(cfg.train.seed, SEED_PURPOSE, len(examples) * samples)
     sampling = Sampling(cfg.rollout.max_new_tokens, cfg.eval.temperature, tokenizer.eos_ids)
-    rewards = build_rewards(cfg, find_isolation(cfg.reward, cfg.sources))
     native = replace(cfg, rollout=replace(cfg.rollout, engine="native"))
     engine = build_engine(native, model_config, spec, dtype, device)
     judged: list[Judged] = []

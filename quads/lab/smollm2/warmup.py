@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from quads.assemble import DTYPES, build_model, check_vocabulary, load_model_config
+from quads.assemble import DTYPES, build_model, build_rewards, check_vocabulary, load_model_config
 from quads.config import load_config
 from quads.config.options import real, whole
 from quads.data.tasks import Task, build_task
@@ -48,7 +48,7 @@ def answer_text(example: Example) -> str:
     """The reference answer. Raises UserError for a source whose rows hold tests in its place."""
     answer = example.answer["answer"] if isinstance(example.answer, dict) else example.answer
     if not isinstance(answer, str | int | float):
-        raise UserError(f"[sources.{example.source}] has no answers to train on (reward {example.meta['reward']!r})")
+        raise UserError(f"[sources.{example.source}] has no answers to train on")
     return str(answer)
 
 
@@ -133,7 +133,8 @@ def main(argv: list[str]) -> None:
     device = choose_device(cfg.train.device, 0)
     model_config, tokenizer = load_model_config(cfg), Tokenizer(cfg.model.tokenizer)
     check_vocabulary(tokenizer, model_config)
-    task = build_task(cfg.task, cfg.sources, tokenizer, cfg.train.seed, cfg.rollout.max_prompt_tokens)
+    readers = build_rewards(cfg).rewards
+    task = build_task(cfg.task, cfg.sources, readers, tokenizer, cfg.train.seed, cfg.rollout.max_prompt_tokens)
     model = build_model(cfg, model_config, device)
     rows = train(model, task, tokenizer, args, cfg.rl.microbatch_tokens)
 

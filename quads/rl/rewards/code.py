@@ -1,14 +1,51 @@
-"""Does the program in a response pass its tests? It runs in a sandbox; outputs are compared here."""
+"""Reward `code`: does the program in a response pass its tests? It runs in a sandbox; outputs are compared here."""
 
 import json
 import re
 from concurrent.futures import Future
+from typing import Any
 
-from quads.rl.rewards.code_tests import CodeTests
-from quads.sandbox.helpers import Verdict, then
+from quads.config.sections import SourceSettings
+from quads.data.rows import BadRow, Prompt, column_value
+from quads.rl.rewards.code_tests import LIVECODEBENCH_COLUMNS, CodeTests, livecodebench_prompt, parse_tests
+from quads.rl.rewards.reward import Graders, Reward
+from quads.sandbox.helpers import then
 from quads.sandbox.pool import Job, Outcome, Sandbox
+from quads.types import Example, Verdict
 
 FENCED = re.compile(r"^([ \t]*)```[^\n`]*\n(.*?)^[ \t]*```[ \t]*$", re.MULTILINE | re.DOTALL)
+
+
+class Code(Reward):
+    """1 if all tests pass, or with code_score = "fraction" the fraction that does."""
+
+    keys = ("code_format", "code_score")
+
+    def __init__(self, where: str, word: str, settings: SourceSettings, graders: Graders):
+        livecodebench = settings.code_format == "livecodebench"
+        self.columns = LIVECODEBENCH_COLUMNS if livecodebench else (settings.answer_column,)
+        self._settings, self._graders = settings, graders
+        graders.need_sandbox()
+
+    def read(self, values: dict[str, Any], prompt: Prompt) -> tuple[Prompt, Any]:
+        """The tests as they are stored: data sets pack them, and unpacked ones of all rows would fill the memory."""
+        stored: Any
+        if self._settings.code_format == "livecodebench":
+            stored = {column: column_value(values, column) for column in self.columns}
+            prompt = livecodebench_prompt(prompt, stored)
+        else:
+            stored = column_value(values, self._settings.answer_column)
+        try:
+            self.unpack(stored)
+        except ValueError as error:
+            raise BadRow(str(error)) from None
+        return prompt, stored
+
+    def unpack(self, answer: Any) -> CodeTests:
+        return parse_tests(answer, self._settings.code_format)
+
+    def submit(self, example: Example, answer: CodeTests, text: str) -> "Future[Verdict]":
+        return submit_program(self._graders.sandbox, answer, text, self._settings.code_score)
 
 
 def extract_code(response: str) -> str:

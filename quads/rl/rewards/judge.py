@@ -1,60 +1,58 @@
-"""The process that judges answers; judges.py starts `python -m quads.rl.rewards.judge math`, or `... task`.
+"""The process that judges responses; judges.py starts `python -m quads.rl.rewards.judge MODULE SETUPS [--own]`.
 
-It reads pickled requests of the trainer from stdin and writes JSON replies. It imports no torch.
+SETUPS is a pickled list, in base64, of (name, arguments): functions of the module that make judges. They are called
+once, before the process takes requests, and see nothing of a response. A request is pickled (number, arguments) of the
+judge that shall be called; the reply is JSON, {"reward": number} or for a fault of a reward function {"error": text}.
+No torch is imported here.
 
-    ("math", gold, response, percent_as_unit)      -> {"reward": 0.0 or 1.0}
-    ("readable", gold)                             -> {"reward": 1.0 if the gold answer can be read}
-    ("task", dataset, params, entry, text or None) -> {"reward": the data set's own score}
+--own: the module runs functions of the user. Their own imports decide how much memory a process needs.
 """
 
+import base64
+import importlib
 import json
 import os
 import pickle
 import resource
 import sys
+from collections.abc import Callable
 from typing import Any
 
-from quads.rl.rewards.math import is_readable, math_reward
-from quads.rl.rewards.task import make_dataset, score
+from quads.errors import UserError
 from quads.sandbox.helpers import HEADER
 
 MEMORY_BYTES = 4 << 30
 
 
-def main(kind: str) -> None:
+def main(module_name: str, setups: str, own: bool) -> None:
     """Serve until stdin closes."""
-    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
+    if not own:
+        resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
     requests, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     null = os.open(os.devnull, os.O_RDWR)
-    for fd in (0, 1, 2):  # scorers may print, and may read what they should not
+    for fd in (0, 1):  # scorers may print, and may read what they should not
         os.dup2(null, fd)
-    datasets: dict[str, Any] = {}
-    if kind == "math":  # import what the first answer should not wait for
-        math_reward(r"\int_0^1 x\,dx", r"\boxed{(0, 1)}")
-    else:
-        make_dataset("warm-up", "chain_sum", {}, seed=1, size=1)
+    module = importlib.import_module(module_name)
+    try:
+        judges = [getattr(module, maker)(*setup) for maker, setup in pickle.loads(base64.b64decode(setups))]
+    except UserError as error:
+        print(error, file=sys.stderr)  # the last line of what a helper that does not start says is its error
+        raise SystemExit(2) from None
+    os.dup2(null, 2)
     _send(replies, b"")  # ready
     while header := requests.read(HEADER.size):
         (size,) = HEADER.unpack(header)
-        try:
-            reward = _judge(pickle.loads(requests.read(size)), datasets)
-        except (Exception, RecursionError, MemoryError):  # whatever a hostile answer makes a parser raise
-            reward = 0.0
-        _send(replies, json.dumps({"reward": reward}).encode())
+        _send(replies, json.dumps(_judge(judges, requests.read(size))).encode())
 
 
-def _judge(request: tuple[Any, ...], datasets: dict[str, Any]) -> float:
-    kind, *details = request
-    if kind == "math":
-        gold, response, percent_as_unit = details
-        return math_reward(gold, response, percent_as_unit)
-    if kind == "readable":
-        return float(is_readable(details[0]))
-    name, params, entry, text = details
-    key = repr((name, params))
-    if key not in datasets:
-        datasets[key] = make_dataset(f"reasoning-gym {name}", name, params, seed=1, size=64)
-    return score(datasets[key], text, entry)
+def _judge(judges: list[Callable[..., float]], request: bytes) -> dict[str, Any]:
+    number, arguments = pickle.loads(request)
+    try:
+        return {"reward": judges[number](*arguments)}
+    except UserError as error:
+        return {"error": str(error)}
+    except (Exception, RecursionError, MemoryError):  # whatever a hostile answer makes a parser raise
+        return {"reward": 0.0}
 
 
 def _send(replies: Any, data: bytes) -> None:
@@ -64,4 +62,4 @@ def _send(replies: Any, data: bytes) -> None:
 
 if __name__ == "__main__":
     sys.setrecursionlimit(3000)
-    main(sys.argv[1])
+    main(sys.argv[1], sys.argv[2], "--own" in sys.argv[3:])

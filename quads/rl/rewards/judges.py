@@ -1,89 +1,136 @@
 """The trainer's side of the judges: a pool of processes that score answers, each request under a time limit."""
 
+import base64
 import json
 import os
 import pickle
 import sys
+from collections.abc import Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from typing import Any
 
-from quads.sandbox.helpers import REPOSITORY, Helper, HelperPool, Verdict, default_workers, then
+from quads.errors import UserError
+from quads.sandbox.helpers import REPOSITORY, Helper, HelperPool, default_workers, then
+from quads.types import Verdict
 
 FEW = 32
 # A judge needs the interpreter and its packages, nothing of the user's environment.
 KEPT_VARIABLES = ("PATH", "LD_LIBRARY_PATH", "LANG", "TMPDIR", "HOME")
 
 
-def judge_environment() -> dict[str, str]:
-    """Of a judge: one thread, this repository, and the packages that the trainer itself finds through PYTHONPATH."""
-    kept = {name: os.environ[name] for name in KEPT_VARIABLES if name in os.environ}
+class RewardError(UserError):
+    """A reward function did what it must not; found by one process alone, in the middle of a run."""
+
+    anywhere = True
+
+
+def judge_environment(inherit: bool = False) -> dict[str, str]:
+    """Of a judge: one thread, this repository, and the packages that the trainer itself finds through PYTHONPATH.
+
+    inherit: keep all other variables as well, for functions of the user, which may need keys or addresses.
+    """
+    names = os.environ if inherit else [name for name in KEPT_VARIABLES if name in os.environ]
     folders = [REPOSITORY, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
     path = os.pathsep.join(os.path.abspath(folder) for folder in folders)
-    return {**kept, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+    threads = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+    return {**{name: os.environ[name] for name in names}, **threads, "PYTHONPATH": path}
 
 
 class JudgePool:
-    """Scores answers, several at once. A judge that hangs is killed: reward 0.
+    """Scores answers, several at once. A judge that hangs is killed: no verdict.
 
-    kind: "math", or "task" for reasoning-gym's own scorers; a pool takes requests of its kind.
+    Args:
+        module: its functions make the judges of this pool, such as `quads.rl.rewards.math`.
+        own: whether these are the user's functions. Then a judge keeps the user's environment and has no memory limit.
 
-    Example: `JudgePool("math", 2, 5.0).submit("math", "1/2", "so \\\\boxed{0.5}", False).result().reward` -> 1.0
+    Example: `JudgePool("quads.rl.rewards.math", 2, 5.0).add("make_judge", False).submit("1/2", "so \\\\boxed{0.5}")`
     """
 
-    def __init__(self, kind: str, workers: int = 0, time_s: float = 5.0):
-        self.time_s = time_s
-        environment = judge_environment()
-        self._pool = HelperPool(
-            lambda: Helper([sys.executable, "-m", "quads.rl.rewards.judge", kind], environment),
-            default_workers(workers),
-        )
+    def __init__(self, module: str, workers: int = 0, time_s: float = 5.0, own: bool = False):
+        self.module, self.time_s, self.own = module, time_s, own
+        self.workers = default_workers(workers)
+        self._setups: list[tuple[str, tuple[Any, ...]]] = []
+        self._started = False
+        self._pool = HelperPool(self._helper, self.workers)
 
-    def submit(self, *request: Any) -> "Future[Verdict]":
-        """One request of `quads.rl.rewards.judge`."""
-        data = pickle.dumps(request)
-        asked = self._pool.submit(lambda judge: judge.ask(data, self.time_s))
+    def add(self, maker: str, *setup: Any) -> "Judge":
+        """Have every process make one judge, `maker(*setup)` of the module, before it takes requests."""
+        assert not self._started, "a judge is added before the first request"
+        if (maker, setup) not in self._setups:
+            self._setups.append((maker, setup))
+        return Judge(self, self._setups.index((maker, setup)))
 
-        def verdict(reply: tuple[bytes | None, float]) -> Verdict:
-            answer, seconds = reply
-            return Verdict(json.loads(answer)["reward"], seconds) if answer else Verdict(0.0, seconds, failed=True)
+    def start(self) -> None:
+        """Start one process, and wait until its judges are made. UserError with what it printed if they cannot be."""
+        self._pool.submit(lambda helper: b"").result()
 
-        return then(asked, verdict)
+    def submit(self, number: int, arguments: Sequence[Any]) -> "Future[Verdict]":
+        """One request to the `number`-th judge."""
+        request = pickle.dumps((number, tuple(arguments)))
+        return then(self._pool.submit(lambda helper: self._ask(helper, request)), _verdict)
 
     def close(self) -> None:
+        """Kill the processes."""
         self._pool.close()
+
+    def _ask(self, helper: Helper, request: bytes) -> bytes:
+        """A judge that has died, perhaps while idle, has not answered: ask once more. One that hangs is not asked."""
+        try:
+            return helper.ask(request, self.time_s)
+        except (EOFError, BrokenPipeError):
+            helper.kill()
+            helper.start()
+            return helper.ask(request, self.time_s)
+
+    def _helper(self) -> Helper:
+        self._started = True
+        setups = base64.b64encode(pickle.dumps(self._setups)).decode()
+        command = [sys.executable, "-m", "quads.rl.rewards.judge", self.module, setups, *(["--own"] * self.own)]
+        return Helper(command, judge_environment(inherit=self.own))
+
+
+@dataclass(frozen=True)
+class Judge:
+    """One judge of a pool."""
+
+    pool: JudgePool
+    number: int
+
+    def submit(self, *arguments: Any) -> "Future[Verdict]":
+        """Start judging: the arguments are those of the function that the judge's maker gave."""
+        return self.pool.submit(self.number, arguments)
 
 
 class AnswerCheck:
     """Which gold answers of a data set can be read as mathematics: a row whose answer cannot is worthless.
 
-    Plain numbers are known at sight; the rest goes to judges, once for each different text.
+    Plain numbers are known at sight; the rest goes to a judge, once for each different text.
     """
 
-    def __init__(self, workers: int = 0):
-        self.workers = workers
+    def __init__(self, judge: Judge):
+        self._judge = judge
         self._known: dict[str, bool] = {}
-        self._pools: dict[int, JudgePool] = {}
 
     def __call__(self, answers: list[str]) -> list[bool]:
         """[number of answers], True where the answer can be read."""
         unknown = [answer for answer in dict.fromkeys(answers) if answer not in self._known and not _plain(answer)]
-        if unknown:
-            futures = [self._judges(len(unknown)).submit("readable", answer) for answer in unknown]
-            self._known.update({a: future.result().reward == 1.0 for a, future in zip(unknown, futures, strict=True)})
+        if len(unknown) <= FEW:  # a judge takes longer to start than to read these: one does it
+            verdicts = [self._judge.submit(answer).result() for answer in unknown]
+        else:
+            verdicts = [future.result() for future in [self._judge.submit(answer) for answer in unknown]]
+        self._known.update({a: verdict.reward == 1.0 for a, verdict in zip(unknown, verdicts, strict=True)})
         return [self._known.get(answer, True) for answer in answers]
 
-    def close(self) -> None:
-        for pool in self._pools.values():
-            pool.close()
 
-    def _judges(self, unknown: int) -> JudgePool:
-        """One judge for a few answers, as it takes longer to start than to read them; all of them for many."""
-        if unknown <= FEW and self._pools:
-            return next(reversed(self._pools.values()))
-        workers = 1 if unknown <= FEW else default_workers(self.workers)
-        if workers not in self._pools:
-            self._pools[workers] = JudgePool("math", workers)
-        return self._pools[workers]
+def _verdict(reply: tuple[bytes | None, float]) -> Verdict:
+    answer, seconds = reply
+    if answer is None:
+        return Verdict(0.0, seconds, failed=True)
+    found = json.loads(answer)
+    if "error" in found:
+        raise RewardError(found["error"])
+    return Verdict(found["reward"], seconds)
 
 
 def _plain(answer: str) -> bool:

@@ -6,14 +6,21 @@ directions, and its values to 30 digits. Its grammar takes seconds over nonsense
 """
 
 import re
+from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Any
 
 import sympy
 
+from quads.config.sections import SourceSettings
+from quads.data.rows import Prompt, text_answer
+from quads.rl.rewards.judges import AnswerCheck
 from quads.rl.rewards.math_equal import equal
 from quads.rl.rewards.math_parse import parse_answer
 from quads.rl.rewards.math_text import clean, extract_answer, plain_words
 from quads.rl.rewards.math_values import Words
+from quads.rl.rewards.reward import Graders, Reward
+from quads.types import Example, Verdict
 
 MAX_LENGTH = 2_000  # characters of an answer; longer ones are no answers
 SPACE = re.compile(r"(?<!\d)\s+|\s+(?!\d)")  # not between two numbers
@@ -21,6 +28,41 @@ MAX_GRAMMAR_LENGTH = 300  # characters math-verify is given
 GRAMMAR = re.compile(r"\\(?:i*int|oint|sum|prod|lim|limsup|liminf|[pb]?mod|partial|Re|Im|arg|mid)(?![a-zA-Z])")
 WORD = re.compile(r"(?<!\\)\b[a-zA-Z]{2,}")
 MAX_WORDS = 6  # of a gold answer that is words, not mathematics
+
+
+class Math(Reward):
+    """1 if the final answer of a response equals the gold answer, else 0. Unreadable gold answers are refused."""
+
+    keys = ("percent_as_unit",)
+
+    def __init__(self, where: str, word: str, settings: SourceSettings, graders: Graders):
+        self.columns = (settings.answer_column,)
+        self._settings = settings
+        self._judge = graders.judge(__name__, "make_judge", settings.percent_as_unit)
+        self._readable = AnswerCheck(graders.judge(__name__, "make_readable"))
+
+    def read(self, values: dict[str, Any], prompt: Prompt) -> tuple[Prompt, Any]:
+        return prompt, text_answer(values, self._settings)
+
+    def unreadable(self, answers: list[Any]) -> list[str]:
+        return ["" if yes else "answer that cannot be read as mathematics" for yes in self._readable(answers)]
+
+    def submit(self, example: Example, answer: Any, text: str) -> "Future[Verdict]":
+        return self._judge.submit(answer, text)
+
+
+# ---- in the judge
+
+
+def make_judge(percent_as_unit: bool) -> Callable[[str, str], float]:
+    """`math_reward` of a source, warmed up: the first answer should not wait for imports."""
+    math_reward(r"\int_0^1 x\,dx", r"\boxed{(0, 1)}")
+    return lambda gold, response: math_reward(gold, response, percent_as_unit)
+
+
+def make_readable() -> Callable[[str], float]:
+    """`is_readable`, for the judge."""
+    return lambda gold: float(is_readable(gold))
 
 
 def math_reward(gold: str, response: str, percent_as_unit: bool = False) -> float:

@@ -1,52 +1,107 @@
 """Rewards of responses, computed in other processes: a pool that takes them one by one (grading.py has a batch).
 
-`exact` compares text here; `math` and `task` go to judges (judges.py), `code` to sandboxes (sandbox/pool.py). What
-cannot be judged in time is worth 0.
+`exact` compares text here; judges (judges.py) and sandboxes (sandbox/pool.py) do the rest. What cannot be judged in
+time has no verdict.
 """
 
-import re
+import importlib
 from collections.abc import Mapping
 from concurrent.futures import Future
+from dataclasses import fields
+from typing import Any
 
-from quads.config.sections import RewardSettings, SourceSettings
-from quads.rl.rewards.code import submit_program
-from quads.rl.rewards.judges import JudgePool
-from quads.sandbox.helpers import Verdict
+from quads.config.sections import REWARDS, RewardSettings, SourceSettings
+from quads.config.sources import reward_name, weighted_rewards
+from quads.errors import UserError
+from quads.rl.rewards.function import Function
+from quads.rl.rewards.judges import Judge, JudgePool
+from quads.rl.rewards.reward import Graders, Reward
+from quads.rl.rewards.weighted import Weighted
 from quads.sandbox.pool import Sandbox
-from quads.types import Example
+from quads.types import Example, Verdict
 
 
 class RewardPool:
-    """Scores responses. Processes start with the first response that needs them; `close` ends them.
+    """The rewards of a run's sources, and the processes they judge in. `close` ends those.
 
-    Example: `RewardPool(RewardSettings()).submit(example, "The answer is 7.").result().reward` -> 1.0
+    Processes start with the first response that needs them.
+
+    Raises:
+        UserError: a reward does not suit its source.
+
+    Example: `RewardPool(settings, {"sums": source}).submit(example, "The answer is 7.").result().reward` -> 1.0
     """
 
-    def __init__(self, settings: RewardSettings | None = None):
-        self.settings = settings or RewardSettings()
-        self._judges: dict[str, JudgePool] = {}
-        self._sandbox: Sandbox | None = None
+    def __init__(self, settings: RewardSettings, sources: Mapping[str, SourceSettings]):
+        self._processes = _Processes(settings)
+        self.rewards: dict[str, Reward] = {
+            name: make_reward(f"[sources.{name}]", source, self._processes) for name, source in sources.items()
+        }
+
+    def check(self) -> str:
+        """Find out now, not after the first rollout, what may not work here -> the mechanism that isolates generated
+        programs, "" if no source has any.
+
+        Raises:
+            UserError: a function of the user cannot be used, or generated programs cannot be isolated.
+        """
+        return self._processes.check()
 
     def submit(self, example: Example, text: str) -> "Future[Verdict]":
         """Start scoring one response."""
-        kind = example.meta["reward"]
-        if kind == "math":
-            return self.judges("math").submit("math", example.answer, text, example.meta.get("percent_as_unit", False))
-        if kind == "code":
-            return submit_program(self.sandbox, example.answer, text, example.meta.get("code_score", "all"))
-        answer = tagged(text, example.meta.get("answer_tag", ""))
-        if kind == "task":
-            return self.judges("task").submit(
-                "task", example.meta["dataset"], example.meta["params"], example.answer, answer
-            )
-        verdict: Future[Verdict] = Future()
-        verdict.set_result(Verdict(float(answer is not None and answer == example.answer), 0.0))
-        return verdict
+        return self.rewards[example.source].submit(example, example.answer, text)
 
-    def judges(self, kind: str) -> JudgePool:
-        if kind not in self._judges:
-            self._judges[kind] = JudgePool(kind, self.settings.workers, self.settings.judge_time_s)
-        return self._judges[kind]
+    def close(self) -> None:
+        """Kill the processes and what runs in them."""
+        self._processes.close()
+
+
+def make_reward(where: str, settings: SourceSettings, graders: Graders) -> Reward:
+    """The reward of a source; of several in its list their weighted sum.
+
+    Raises:
+        UserError: settings that do not suit it, among them keys of rewards that the source does not have.
+    """
+    members = []
+    for weighted in weighted_rewards(settings):
+        reward = reward_class(weighted.reward)(where, weighted.reward, settings, graders)
+        if "" in reward.columns:
+            raise UserError(f"{where} answer_column is empty; reward {weighted.reward!r} needs the answer")
+        members.append((reward_name(weighted.reward), weighted.weight, reward))
+    used = {key for _, _, reward in members for key in reward.keys}
+    defaults = {field.name: field.default for field in fields(SourceSettings)}
+    for word in REWARDS:
+        for key in reward_class(word).keys:
+            if key not in used and getattr(settings, key) != defaults[key]:
+                names = ", ".join(name for name, _, _ in members)
+                raise UserError(f"{where} {key} is for reward = {word!r}, and the source has {names}; remove it")
+    return Weighted(members) if settings.rewards else members[0][2]
+
+
+def reward_class(word: str) -> type[Reward]:
+    """`math` -> the class Math of the file math.py; FILE.py:FUNCTION -> Function."""
+    if word not in REWARDS:
+        return Function
+    return getattr(importlib.import_module(f"quads.rl.rewards.{word}"), word.capitalize())
+
+
+class _Processes:
+    """`Graders`: a pool of judges for each module, and one of sandboxes."""
+
+    def __init__(self, settings: RewardSettings):
+        self.settings = settings
+        self.programs = False  # whether any reward runs generated programs
+        self._judges: dict[str, JudgePool] = {}
+        self._sandbox: Sandbox | None = None
+
+    def judge(self, module: str, maker: str, *setup: Any) -> Judge:
+        if module not in self._judges:
+            own = module == Function.__module__
+            self._judges[module] = JudgePool(module, self.settings.workers, self.settings.judge_time_s, own)
+        return self._judges[module].add(maker, *setup)
+
+    def need_sandbox(self) -> None:
+        self.programs = True
 
     @property
     def sandbox(self) -> Sandbox:
@@ -54,29 +109,12 @@ class RewardPool:
             self._sandbox = Sandbox(self.settings)
         return self._sandbox
 
+    def check(self) -> str:
+        if Function.__module__ in self._judges:
+            self._judges[Function.__module__].start()
+        return self.sandbox.mechanism if self.programs else ""
+
     def close(self) -> None:
-        """Kill the processes and what runs in them."""
         for pool in (*self._judges.values(), self._sandbox):
             if pool:
                 pool.close()
-
-
-def find_isolation(settings: RewardSettings, sources: Mapping[str, SourceSettings]) -> str:
-    """The mechanism that isolates generated programs, "" if no source has any.
-
-    Raises:
-        UserError: they cannot be isolated here; better said now than after the first rollout.
-    """
-    if not any(source.reward == "code" for source in sources.values()):
-        return ""
-    sandbox = Sandbox(settings)
-    sandbox.close()
-    return sandbox.mechanism
-
-
-def tagged(text: str, tag: str) -> str | None:
-    """What stands in the last <tag>...</tag>, or without a tag the whole text; None where the tag is missing."""
-    if not tag:
-        return text.strip()
-    found = re.findall(rf"<{re.escape(tag)}>(.*?)</{re.escape(tag)}>", text, re.DOTALL)
-    return found[-1].strip() if found else None

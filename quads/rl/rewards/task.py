@@ -1,71 +1,50 @@
-"""Procedural tasks of reasoning-gym: any of its data sets by name, with its difficulty settings and its own scorer.
-
-Problems come in chunks of 512, each with a seed of its own drawn from (run seed, source, train or test, chunk). That
-makes the training stream endless and position k of it a pure function of k. reasoning-gym itself seeds item i with
-`seed + i`, so chunks with neighbouring seeds would share problems; hashed seeds do not.
-"""
+"""Reward `task`: the own scorer of a reasoning-gym data set, run in a judge."""
 
 import ast
-import dataclasses
-import difflib
 import inspect
 import re
 import sys
+from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Any
 
 from quads.config.sections import SourceSettings
-from quads.data.order import stable_seed
-from quads.data.rows import Row
+from quads.data.reasoning import make_dataset
+from quads.data.rows import Prompt
 from quads.errors import UserError
+from quads.rl.rewards.reward import Graders, Reward
+from quads.rl.rewards.text import tagged
+from quads.types import Example, Verdict
 
-CHUNK = 512
 NOT_MATHEMATICS = re.compile(r"""["'`{}\[\]:;@=]|__|\.\s*[A-Za-z_]|\b(lambda|eval|exec|open|import)\b""")
 
 
-class ReasoningGym:
-    """One data set: `problem(stream, k)` is its k-th problem of the named stream. UserError on unknown names."""
+class Task(Reward):
+    """The answer is the whole entry of the data set; the scorer sees it all."""
 
-    def __init__(self, name: str, settings: SourceSettings, seed: int):
-        self.name, self.settings, self.seed = name, settings, seed
-        self._chunk: tuple[Any, ...] = ()
-        self._dataset: Any = None
-        make_dataset(f"[sources.{name}]", settings.dataset, settings.params, seed=1, size=CHUNK)
+    keys = ("answer_tag",)
 
-    def problem(self, stream: str, k: int) -> Row:
-        """Problem k of a stream ("train", "eval", ...): the same one in every process and run."""
-        chunk = (stream, k // CHUNK)
-        if chunk != self._chunk:
-            seed = stable_seed(self.seed, self.name, *chunk) % 2**31
-            where = f"[sources.{self.name}]"
-            self._dataset = make_dataset(where, self.settings.dataset, self.settings.params, seed=seed, size=CHUNK)
-            self._chunk = chunk
-        entry = self._dataset[k % CHUNK]
-        place = f"{self.name}/{stream}/{k}"
-        return Row(place, f"problem {place}", entry["question"], entry)
+    def __init__(self, where: str, word: str, settings: SourceSettings, graders: Graders):
+        if settings.kind != "reasoning_gym":
+            others = "exact, math, code or FILE.py:FUNCTION"
+            raise UserError(f"{where} reward = 'task' is for reasoning_gym; with {settings.kind!r} use {others}")
+        self._tag = settings.answer_tag
+        self._judge = graders.judge(__name__, "make_judge", settings.dataset, settings.params)
+
+    def read(self, values: dict[str, Any], prompt: Prompt) -> tuple[Prompt, Any]:
+        return prompt, values
+
+    def submit(self, example: Example, answer: Any, text: str) -> "Future[Verdict]":
+        return self._judge.submit(answer, tagged(text, self._tag))
 
 
-def make_dataset(where: str, name: str, params: dict[str, Any], **fixed: int) -> Any:
-    """reasoning_gym.create_dataset with errors that name the nearest data set or setting."""
-    import reasoning_gym  # slow, and only these sources need it
-    from reasoning_gym.factory import DATASETS
+# ---- in the judge
 
-    if name not in DATASETS:
-        raise UserError(
-            f"{where} dataset = {name!r} is not in reasoning-gym; nearest: {_nearest(name, list(DATASETS))}"
-        )
-    known = [f.name for f in dataclasses.fields(DATASETS[name][1]) if f.name not in ("seed", "size")]
-    for key in params:
-        if key in ("seed", "size"):
-            raise UserError(f"{where} params.{key}: seeds come from [train] seed, the number of problems from `size`")
-        if key not in known:
-            raise UserError(
-                f"{where} params.{key} is no setting of {name!r}; nearest: {_nearest(key, known)}; "
-                f"all: {', '.join(known) or 'none'}"
-            )
-    try:
-        return reasoning_gym.create_dataset(name, **_typed(name, params), **fixed)
-    except (AssertionError, TypeError, ValueError, AttributeError, KeyError) as error:
-        raise UserError(f"{where} params {params} do not suit {name!r}: {error}") from None
+
+def make_judge(name: str, params: dict[str, Any]) -> Callable[[dict[str, Any], str | None], float]:
+    """Scores answers to problems of one data set."""
+    dataset = make_dataset(f"reasoning-gym {name}", name, params, seed=1, size=64)
+    return lambda entry, text: score(dataset, text, entry)
 
 
 def score(dataset: Any, text: str | None, entry: dict[str, Any]) -> float:
@@ -82,16 +61,3 @@ def score(dataset: Any, text: str | None, entry: dict[str, Any]) -> float:
     if "parse_expr(" in source and NOT_MATHEMATICS.search(text):
         return 0.0
     return min(1.0, max(0.0, float(dataset.score_answer(text, entry))))
-
-
-def _typed(name: str, params: dict[str, Any]) -> dict[str, Any]:
-    """TOML values as the data set wants them: `composite` takes objects."""
-    if name != "composite" or not isinstance(params.get("datasets"), list):
-        return params
-    from reasoning_gym.composite import DatasetSpec
-
-    return {**params, "datasets": [DatasetSpec(**{"config": {}, "weight": 1.0, **spec}) for spec in params["datasets"]]}
-
-
-def _nearest(word: str, known: list[str]) -> str:
-    return next(iter(difflib.get_close_matches(word, known, n=1, cutoff=0.0)), "none")
