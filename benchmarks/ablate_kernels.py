@@ -16,8 +16,8 @@ import torch
 
 from benchmarks.timing import graph_us
 from benchmarks.tune_kernels import EXPERTS, HIDDEN, TOP_K, WIDTH, weight
+from quads.quant.triton import activations
 from quads.quant.triton import ops as kernels
-from quads.quant.triton import quantize as kernels_quantize
 
 VARIANTS = {"w4a4": ("w4a4", "batch"), "batch": ("w4a4_residual", "batch"), "token": ("w4a4_residual", "token")}
 
@@ -63,7 +63,7 @@ def as_it_is() -> Iterator[None]:
 STAGES = {
     "whole": as_it_is,
     "no combine": lambda: remembered(kernels, "combine"),
-    "no select": lambda: patch.object(kernels_quantize, "clear_unselected", lambda *args: None),
+    "no select": lambda: patch.object(activations, "clear_unselected", lambda *args: None),
     "no quantize": without_quantizing,
     "no w13": lambda: without_gemm("w13"),
     "no w2": lambda: without_gemm("w2"),

@@ -19,8 +19,8 @@ from benchmarks.timing import copy_gbps, graph_us, read_gbps
 from benchmarks.tune_kernels import EXPERTS, HIDDEN, TOP_K, WIDTH, weight
 from quads.quant.triton import ops as kernels
 from quads.quant.triton import tune as kernels_tune
+from quads.quant.triton.activations import Compensation, quantize_activations
 from quads.quant.triton.pack import weight_amax
-from quads.quant.triton.quantize import Compensation, quantize_activations
 
 TOKENS = (1, 16, 64, 256, 1024, 4096)
 VARIANTS = {

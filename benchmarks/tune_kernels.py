@@ -23,8 +23,8 @@ import triton
 
 from benchmarks.timing import graph_us
 from quads.quant.triton import ops as kernels
+from quads.quant.triton.activations import Compensation, Operand
 from quads.quant.triton.dense import expanded
-from quads.quant.triton.quantize import Compensation, Operand
 from quads.quant.triton.routing import Routing, max_blocks, route
 from quads.quant.triton.tune import ShapeClass, Tile
 

@@ -11,8 +11,8 @@ from torch import Tensor
 from quads.quant import nvfp4, residual
 from quads.quant.triton import ops as kernels
 from quads.quant.triton import pack as kernels_pack
+from quads.quant.triton.activations import Compensation, quantize_activations
 from quads.quant.triton.layout import activation_order, padded, tile
-from quads.quant.triton.quantize import Compensation, quantize_activations
 
 
 def same_bits(got: Tensor, want: Tensor) -> bool:

@@ -15,15 +15,15 @@ from triton.compiler import ASTSource  # noqa: E402
 
 from quads.model.logprobs_triton import gradient_kernel, stats_kernel  # noqa: E402
 from quads.quant.triton import tune as kernels_tune  # noqa: E402
+from quads.quant.triton.activation_rows import row_codes_kernel, rows_kernel  # noqa: E402
 from quads.quant.triton.codes import launch_shape  # noqa: E402
 from quads.quant.triton.dense import expand_kernel  # noqa: E402
 from quads.quant.triton.fp8 import fp8_quantize_kernel  # noqa: E402
 from quads.quant.triton.gemm import w4_gemm_kernel  # noqa: E402
 from quads.quant.triton.gemm_fp4 import native_gemm_kernel  # noqa: E402
 from quads.quant.triton.pack import pack_kernel, weight_kernel  # noqa: E402
-from quads.quant.triton.repack import quantize_repack_kernel  # noqa: E402
-from quads.quant.triton.rows import row_codes_kernel, rows_kernel  # noqa: E402
 from quads.quant.triton.tune import load  # noqa: E402
+from quads.quant.triton.weight import quantize_repack_kernel  # noqa: E402
 from quads.rollout.vllm.sampler import chunk_kernel, draw_kernel, rank_kernel  # noqa: E402
 
 ALIGNED = {"N", "K", "width", "stride_x", "stride_out"}

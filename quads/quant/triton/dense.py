@@ -11,11 +11,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quads.quant.triton.gemm import start_next, to_bf16, wait_for_previous
+from quads.quant.triton.activations import Compensation, quantize_activations, reorder_activations
+from quads.quant.triton.gemm import decode_plain
 from quads.quant.triton.layout import TILE
-from quads.quant.triton.math import compiled
-from quads.quant.triton.quantize import Compensation, quantize_activations, reorder_activations
-from quads.quant.triton.values import decode_plain
+from quads.quant.triton.math import compiled, start_next, to_bf16, wait_for_previous
 
 if TYPE_CHECKING:
     from quads.quant.triton.weight import KernelWeight

@@ -11,8 +11,7 @@ from torch import Tensor
 
 from quads.quant.fp8 import BLOCK
 from quads.quant.nvfp4 import GlobalScaleMode
-from quads.quant.triton.gemm import to_bf16
-from quads.quant.triton.math import INF_BITS, abs_bits, compiled, e4m3_decode, e4m3_encode
+from quads.quant.triton.math import INF_BITS, abs_bits, compiled, e4m3_decode, e4m3_encode, to_bf16
 
 TILE_ROWS = 16  # of activations
 

@@ -14,9 +14,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quads.quant.triton.gemm import silu_mul, start_next, to_bf16, wait_for_previous
-from quads.quant.triton.math import compiled, e4m3_decode
-from quads.quant.triton.quantize import Operand
+from quads.quant.triton.activations import Operand
+from quads.quant.triton.gemm import silu_mul
+from quads.quant.triton.math import compiled, e4m3_decode, start_next, to_bf16, wait_for_previous
 from quads.quant.triton.routing import Routing
 
 if TYPE_CHECKING:
@@ -140,6 +140,7 @@ def launch(
     operand: Operand,
     weight: "KernelWeight",
     out: Tensor,
+    *,
     mode: str,
     bm: int,
     blocks: int,

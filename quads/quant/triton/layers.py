@@ -17,7 +17,7 @@ from quads.quant.nvfp4 import GlobalScaleMode
 from quads.quant.recipes import QuantSpec
 from quads.quant.rollout import RolloutExperts, RolloutLinear, RolloutWeights
 from quads.quant.tensor import NVFP4Tensor
-from quads.quant.triton import ops as kernels
+from quads.quant.triton import ops
 
 
 class TritonWeights(RolloutWeights):
@@ -29,9 +29,9 @@ class TritonWeights(RolloutWeights):
                 f'the triton kernels compute in bf16, not {like.dtype}; set model.dtype = "bfloat16", '
                 'or rollout.kernel = "reference"'
             )
-        path, _ = kernels.choose(like.device, site.precision)
+        path, _ = ops.choose(like.device, site.precision)
         swiglu = leaf == "gate_up_proj"
-        weight = kernels.KernelWeight(like.shape, path=path, swiglu=swiglu, device=like.device)
+        weight = ops.KernelWeight(like.shape, path=path, swiglu=swiglu, device=like.device)
         self.kernel_weights = {**getattr(self, "kernel_weights", {}), leaf: weight}
         self.mode: GlobalScaleMode = site.global_scale
 
@@ -59,13 +59,13 @@ class TritonLinear(TritonWeights, RolloutLinear):
     def forward(self, x_TK: Tensor, live_T: Tensor | None = None) -> Tensor:
         spec = self.site_spec
         weight = self.kernel_weights["weight"]
-        return kernels.linear(
+        return ops.linear(
             x_TK,
             weight,
             spec.precision,  # pyright: ignore[reportArgumentType]  # `choose_kernel` let none but its own pass
-            spec.ratio,
-            spec.selection,
-            live_T,
+            ratio=spec.ratio,
+            selection=spec.selection,
+            live_T=live_T,
         )
 
 
@@ -79,15 +79,15 @@ class TritonExperts(TritonWeights, RolloutExperts):
     def forward(self, x_TH: Tensor, ids_TA: Tensor, gates_TA: Tensor, live_T: Tensor | None = None) -> Tensor:
         spec = self.spec
         w13, w2 = self.kernel_weights["gate_up_proj"], self.kernel_weights["down_proj"]
-        return kernels.moe(
+        return ops.moe(
             x_TH,
             w13,
             w2,
             ids_TA,
             gates_TA,
             spec.rollout,  # pyright: ignore[reportArgumentType]
-            spec.residual_sites,
-            spec.ratio,
-            spec.selection,
-            live_T,
+            residual_sites=spec.residual_sites,
+            ratio=spec.ratio,
+            selection=spec.selection,
+            live_T=live_T,
         )

@@ -1,18 +1,18 @@
-"""Device functions of the NVFP4 kernels: rounding, scales, packing, choosing channels. Bit for bit the torch spec.
+"""What all kernels stand on: rounding, scales, packing, choosing channels, and when a launch may start. Bit for bit the
+torch specification.
 
 Everything is IEEE fp32, round to nearest even: division is tl.div_rn, and launches turn floating-point fusion off
 (`enable_fp_fusion=False`), so that `q * s - x` keeps both of its roundings. Rounding to E2M1 and E4M3 is done with
 integer and magic-number arithmetic, the same on every GPU and in the interpreter.
 
 A row tile holds one row of K columns, padded to KP, with scale blocks along axis 1: [KP/16, 16] in natural order, or
-[KP/128, 16, 8] in the order that the 16-bit GEMM reads (kernels_layout.activation_order), where a scale block is one
+[KP/128, 16, 8] in the order that the 16-bit GEMM reads (layout.activation_order), where a scale block is one
 column of the 16 x 8 tile.
 """
 
 import triton
 import triton.language as tl
-
-from quads.quant.triton.gemm import to_bf16
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 
 def compiled() -> bool:
@@ -23,6 +23,33 @@ def compiled() -> bool:
 FLT_MAX = tl.constexpr(3.4028234663852886e38)
 INF_BITS = tl.constexpr(0x7F800000)
 SIGN_BIT = tl.constexpr(-(2**31))
+
+
+@triton.jit
+def wait_for_previous(ASM: tl.constexpr):
+    """Programmatic dependent launch: every kernel of a layer is launched while the one before it still runs, and waits
+    here until that one has finished. As each waits, everything earlier has finished too. Elsewhere it does nothing."""
+    if ASM:
+        gdc_wait()
+
+
+@triton.jit
+def start_next(ASM: tl.constexpr):
+    """Lets the next kernel's programs take the places that this one's no longer need; they wait for its end."""
+    if ASM:
+        gdc_launch_dependents()
+
+
+@triton.jit
+def to_bf16(x, ASM: tl.constexpr):
+    """fp32 -> bfloat16, round to nearest even (the interpreter's own cast truncates)."""
+    if ASM:
+        y = x.to(tl.bfloat16)
+    else:
+        bits = x.to(tl.int32, bitcast=True)
+        bits = tl.where(x != x, 0x7FC00000, bits + 0x7FFF + ((bits >> 16) & 1))
+        y = (bits >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
+    return y
 
 
 @triton.jit
@@ -153,7 +180,7 @@ def keep_top(key, index, keep, TOP_BIT: tl.constexpr, INDEX_BITS: tl.constexpr, 
 
 @triton.jit
 def stored_column(position):
-    """The column at a position of a row in the GEMM's order (kernels_layout.activation_order)."""
+    """The column at a position of a row in the GEMM's order (layout.activation_order)."""
     p = position % 128
     return position - p + (p % 8) * 16 + ((p // 8) % 4) * 4 + p // 32
 

@@ -19,13 +19,8 @@ from torch import Tensor
 
 from quads.errors import UserError
 from quads.quant.residual import PackedPair, Selection
-from quads.quant.triton import gemm_fp4 as kernels_native
-from quads.quant.triton.dense import expanded, sum_parts
-from quads.quant.triton.gemm import w4_gemm_kernel
-from quads.quant.triton.layout import TILE
-from quads.quant.triton.math import compiled
-from quads.quant.triton.pack import dequantize, qdq, quantize
-from quads.quant.triton.quantize import (
+from quads.quant.triton import gemm_fp4
+from quads.quant.triton.activations import (
     SCORED_ROWS,
     Compensation,
     Operand,
@@ -33,6 +28,11 @@ from quads.quant.triton.quantize import (
     quantize_activations,
     reorder_activations,
 )
+from quads.quant.triton.dense import expanded, sum_parts
+from quads.quant.triton.gemm import w4_gemm_kernel
+from quads.quant.triton.layout import TILE
+from quads.quant.triton.math import compiled
+from quads.quant.triton.pack import dequantize, qdq, quantize
 from quads.quant.triton.routing import Routing, combine, empty_map, map_arguments, route
 from quads.quant.triton.tune import NARROW, Layer, ShapeClass, Tile, shape_class, tile
 from quads.quant.triton.weight import KernelWeight
@@ -103,6 +103,7 @@ def _operand(
     precision: Precision,
     compensation: Compensation,
     live: Tensor | None,
+    *,
     stored: bool = False,
     slots: tuple[Tensor, int] | None = None,
     route: dict | None = None,
@@ -134,6 +135,7 @@ def _gemm(
     operand: Operand,
     weight: KernelWeight,
     out: Tensor,
+    *,
     layer: Layer,
     row: ShapeClass,
     name: str,
@@ -142,10 +144,16 @@ def _gemm(
     routing: Routing | None = None,
     top_k: int = 1,
 ) -> None:
-    """Launch one GEMM of either path."""
+    """Launch one GEMM of either path.
+
+    layer, row, name: what the table of tiles is asked for (tune.py). blocks: of row.bm tokens each. n_rows: tokens, or
+    pairs of token and expert. routing, top_k: of routed experts; of w2 top_k is 1, as its rows are pairs already.
+    """
     mode = {"w13": "gather", "w2": "scatter"}.get(layer, "dense")
     if weight.path == "native_fp4":
-        kernels_native.launch(operand, weight, out, mode, row.bm, blocks, n_rows, routing, top_k)
+        gemm_fp4.launch(
+            operand, weight, out, mode=mode, bm=row.bm, blocks=blocks, n_rows=n_rows, routing=routing, top_k=top_k
+        )
         return
     nb, kb = weight.words.shape[1:3]
     unused = weight.g
@@ -206,7 +214,7 @@ def linear(
     out = torch.empty(tokens, weight.n, dtype=torch.bfloat16, device=x_TK.device)
     operand = _operand(x_TK, weight, precision, compensation, _bytes(live_T))
     layer = "narrow" if weight.n <= NARROW else "dense"
-    _gemm(operand, weight, out, layer, row, name, triton.cdiv(tokens, row.bm), tokens)
+    _gemm(operand, weight, out, layer=layer, row=row, name=name, blocks=triton.cdiv(tokens, row.bm), n_rows=tokens)
     return out
 
 
@@ -243,13 +251,14 @@ def moe(
 
     hidden = torch.empty(blocks * row.bm, w13.hidden_width, dtype=torch.bfloat16, device=x_TH.device)
     operand = quantized or _operand(x_TH, w13, at["w13"], compensation, live, route=job)
-    _gemm(operand, w13, hidden, "w13", row, name, blocks, pairs, routing, top_k)
+    shape = {"row": row, "name": name, "blocks": blocks, "n_rows": pairs, "routing": routing}
+    _gemm(operand, w13, hidden, layer="w13", top_k=top_k, **shape)
 
     live_slots = (routing.rows < pairs).view(torch.uint8) if at["w2"] == "w4a4_residual" else None
     stored = w2.path == "decoded"
-    operand = _operand(hidden, w2, at["w2"], compensation, live_slots, stored, (routing.rows, pairs))
+    operand = _operand(hidden, w2, at["w2"], compensation, live_slots, stored=stored, slots=(routing.rows, pairs))
     y = torch.empty(pairs, w2.n, dtype=torch.bfloat16, device=x_TH.device)
-    _gemm(operand, w2, y, "w2", row, name, blocks, pairs, routing)
+    _gemm(operand, w2, y, layer="w2", **shape)
     return combine(y, topk_ids_TA, topk_weights_TA, w13.experts, live)
 
 

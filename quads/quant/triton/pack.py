@@ -1,4 +1,4 @@
-"""Weight quantizer kernels: pack and QDQ with given global scales, and the way back.
+"""Weight quantizer kernels: amax, pack and QDQ with given global scales, and the way back.
 
 A matrix (or expert) of K % 16 == 0 columns is a flat run of 16-element blocks, so 2-D and 3-D weights are one kernel.
 """
@@ -6,23 +6,62 @@ A matrix (or expert) of K % 16 == 0 columns is a flat run of 16-element blocks, 
 from typing import Literal
 
 import torch
+import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from quads.quant import nvfp4
-from quads.quant.triton.amax import flat_matrices, load_weights, weight_amax
 from quads.quant.triton.codes import encode_words, launch_shape, whole_blocks, word_block_max
-from quads.quant.triton.gemm import to_bf16
 from quads.quant.triton.math import (
+    INF_BITS,
     abs_bits,
     block_factors,
     compiled,
     e2m1_round,
     e4m3_decode,
     pack_tile,
+    to_bf16,
     values,
 )
+
+
+@triton.jit
+def load_weights(pointers, mask, CAST: tl.constexpr, ASM: tl.constexpr):
+    """fp32 values, with CAST those of their bf16 cast: the master is then read once and no cast of it is stored."""
+    x = tl.load(pointers, mask=mask, other=0.0).to(tl.float32)
+    if CAST:
+        x = to_bf16(x, ASM).to(tl.float32)
+    return x
+
+
+@triton.jit
+def amax_kernel(x_ptr, out_ptr, size, BLOCK: tl.constexpr, CAST: tl.constexpr, ASM: tl.constexpr):
+    """Bits of the largest finite |x| of each matrix [size]; out int32 [E] starts at 0. Max is exact in any order."""
+    e = tl.program_id(1)
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    bits = abs_bits(load_weights(x_ptr + e.to(tl.int64) * size + i, i < size, CAST, ASM))
+    tl.atomic_max(out_ptr + e, tl.max(tl.where(bits >= INF_BITS, 0, bits)))
+
+
+def flat_matrices(w: Tensor) -> tuple[Tensor, int, int]:
+    """(w padded to whole blocks and contiguous, matrices E, elements of one); leading dims beyond 2 are experts."""
+    if w.shape[-1] % 16:
+        w = F.pad(w, (0, -w.shape[-1] % 16))
+    w = w.contiguous()
+    experts = w.shape[:-2].numel() if w.dim() > 2 else 1
+    return w, experts, w.numel() // experts
+
+
+def weight_amax(w: Tensor, cast: bool = False) -> Tensor:
+    """fp32 [E] ([1] for a matrix or vector): the largest finite |w| of each expert. w: [N, K] or [E, N, K]. cast: of
+    bf16(w)."""
+    w, experts, size = flat_matrices(w)
+    out = torch.zeros(experts, dtype=torch.int32, device=w.device)
+    amax_kernel[(triton.cdiv(size, 8192), experts)](
+        w, out, size, BLOCK=8192, CAST=cast and w.dtype != torch.bfloat16, ASM=compiled(), num_warps=4
+    )
+    return out.view(torch.float32)
 
 
 @triton.jit
@@ -221,23 +260,27 @@ def dequantize(
     num_elements: int | None = None,
 ) -> Tensor:
     """`quads.quant.nvfp4.dequantize`: g holds one scale, or one for each row ([..., 1]) or expert ([E, 1, 1])."""
-    matrices = g.numel()
-    blocks = block_scale.numel() // matrices
+    blocks = block_scale.numel() // g.numel()
     out = torch.empty(*packed.shape[:-1], packed.shape[-1] * 2, dtype=dtype, device=packed.device)
+    _launch_dequantize(packed.contiguous(), block_scale.contiguous().view(torch.uint8), g, out, blocks)
+    return out[..., :num_elements]
+
+
+def _launch_dequantize(codes: Tensor, scales: Tensor, g: Tensor, out: Tensor, blocks: int, row_blocks: int = 0) -> None:
+    """blocks: of one matrix; row_blocks: of one row, where codes and scales share rows of bytes."""
     nb = min(triton.next_power_of_2(blocks), 128)
-    dequantize_kernel[(triton.cdiv(blocks, nb), matrices)](
-        packed.contiguous(),
-        block_scale.contiguous().view(torch.uint8),
+    dequantize_kernel[(triton.cdiv(blocks, nb), g.numel())](
+        codes,
+        scales,
         g.contiguous(),
         out,
         blocks,
         NB=nb,
-        ROW=0,
+        ROW=row_blocks,
         ASM=compiled(),
         num_warps=4,
         enable_fp_fusion=False,
     )
-    return out[..., :num_elements]
 
 
 def quantize_rows_into(
@@ -249,18 +292,4 @@ def quantize_rows_into(
 
 def dequantize_rows_into(rows: Tensor, g: Tensor, out: Tensor) -> None:
     """The values [..., N, K] of such rows, K % 16 == 0, into `out` (contiguous, bf16 or fp32)."""
-    matrices = g.numel()
-    blocks = out.numel() // 16 // matrices
-    nb = min(triton.next_power_of_2(blocks), 128)
-    dequantize_kernel[(triton.cdiv(blocks, nb), matrices)](
-        rows,
-        rows,
-        g.contiguous(),
-        out,
-        blocks,
-        NB=nb,
-        ROW=out.shape[-1] // 16,
-        ASM=compiled(),
-        num_warps=4,
-        enable_fp_fusion=False,
-    )
+    _launch_dequantize(rows, rows, g, out, out.numel() // 16 // g.numel(), out.shape[-1] // 16)

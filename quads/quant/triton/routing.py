@@ -11,8 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quads.quant.triton.gemm import start_next, to_bf16, wait_for_previous
-from quads.quant.triton.math import compiled
+from quads.quant.triton.math import compiled, start_next, to_bf16, wait_for_previous
 
 
 class Routing(NamedTuple):

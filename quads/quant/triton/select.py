@@ -12,8 +12,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quads.quant.triton.gemm import start_next, wait_for_previous
-from quads.quant.triton.math import INF_BITS, abs_bits, compiled, quantize_tile, stored_column, tile_columns, values
+from quads.quant.triton.math import (
+    INF_BITS,
+    abs_bits,
+    compiled,
+    quantize_tile,
+    start_next,
+    stored_column,
+    tile_columns,
+    values,
+    wait_for_previous,
+)
 
 
 @triton.jit

@@ -24,8 +24,8 @@ from quads.errors import UserError
 from quads.quant.linear import SiteSpec
 from quads.quant.tensor import NVFP4Tensor
 from quads.quant.triton import ops as kernels
+from quads.quant.triton.activations import Operand
 from quads.quant.triton.ops import KernelWeight
-from quads.quant.triton.quantize import Operand
 from quads.rollout.vllm.loading import GroupLoader, Member, Part
 from quads.rollout.vllm.site import check_columns
 

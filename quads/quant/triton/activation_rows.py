@@ -1,6 +1,6 @@
 """Kernels that quantize activations a row a program: codes or values, and with compensation those of the residual.
 
-quantize.py launches them. Legend: T rows, K columns, width = stored columns, KP = power of two >= width, E
+activations.py launches them. Legend: T rows, K columns, width = stored columns, KP = power of two >= width, E
 experts.
 """
 
@@ -8,16 +8,17 @@ import triton
 import triton.language as tl
 
 from quads.quant.triton.codes import encode_words, row_factors
-from quads.quant.triton.gemm import start_next, wait_for_previous
 from quads.quant.triton.math import (
     INF_BITS,
     abs_bits,
     keep_top,
     pack_tile,
     quantize_tile,
+    start_next,
     store_values,
     tile_columns,
     values,
+    wait_for_previous,
 )
 from quads.quant.triton.routing import write_slots
 from quads.quant.triton.select import store_scores
@@ -74,7 +75,7 @@ def rows_kernel(
     masked, except codes with WHOLE. scale_ptr: fp32 [2T], g of x, then g of R. With HAS_SLOTS, rows whose slot entry is
     `slots_end` (padding of a routing map) are skipped. PLAIN: bfloat16 rows in the GEMM's order, not quantized.
 
-    E > 0: before the rows come E programs that write the routing map of these rows (kernels_moe.write_slots), which
+    E > 0: before the rows come E programs that write the routing map of these rows (routing.write_slots), which
     spares a decode step a launch.
     """
     start_next(ASM)

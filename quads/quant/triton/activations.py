@@ -1,6 +1,6 @@
 """Quantizing activations on a GPU: one pass over a row gives its codes and, with compensation, those of its residual.
 
-The kernels are in rows.py.
+The kernels are in activation_rows.py.
 """
 
 import math
@@ -10,10 +10,10 @@ import torch
 import triton
 from torch import Tensor
 
+from quads.quant.triton.activation_rows import row_codes_kernel, rows_kernel
 from quads.quant.triton.codes import launch_shape, whole_blocks
 from quads.quant.triton.layout import padded
 from quads.quant.triton.math import compiled
-from quads.quant.triton.rows import row_codes_kernel, rows_kernel
 from quads.quant.triton.select import clear_unselected, select
 
 SCORED_ROWS = 512
@@ -70,7 +70,7 @@ def quantize_activations(
     stored: x is in the GEMM's order already.
     fold: bfloat16 values with g included, main and negated residual side by side ([R, 2 width], not [2R, width]).
     slots: (int32 [R], end) of a routing map; rows at `end` or beyond are skipped.
-    route: arguments of a map to write on the way (kernels_moe.map_arguments; values of up to SCORED_ROWS rows only).
+    route: arguments of a map to write on the way (routing.map_arguments; values of up to SCORED_ROWS rows only).
     Returns the operand and the channel mask, uint8 [k] or [R, k] (None without compensation, or if never written).
     """
     rows = x_RK.shape[0]
