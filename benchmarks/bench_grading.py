@@ -1,4 +1,5 @@
 """How much of the grading is hidden behind the rollout: the same rollout, graded beside it and after it.
+Before that, how long a hostile response can hold the trainer while its answer is looked for (`--scans`: only that).
 
     python benchmarks/bench_grading.py [--prompts 64] [--group 8] [--slots 64] [--tests 5] [--workers N]
 
@@ -8,9 +9,11 @@ what the step waits for after the last response: `time/reward_s` of a run.
 """
 
 import argparse
+import functools
 import os
 import platform
 import time
+import timeit
 from concurrent.futures import Future
 
 import torch
@@ -22,6 +25,7 @@ from quads.quant.recipes import QuantSpec
 from quads.rl.grading import Grading
 from quads.rl.rewards.code import submit_program
 from quads.rl.rewards.code_tests import CodeTests
+from quads.rl.rewards.text import extract_code, tagged
 from quads.rollout.engine import ignore
 from quads.rollout.native.engine import NativeEngine
 from quads.rollout.sync import sync
@@ -40,7 +44,11 @@ def main() -> None:
     parser.add_argument("--tests", type=int, default=5)
     parser.add_argument("--workers", type=int, default=0, help="graders (default: one for each core)")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--scans", action="store_true", help="time the scans for an answer alone")
     options = parser.parse_args()
+    time_scans()
+    if options.scans:
+        return
     config, device = ARCHITECTURES["tiny"], torch.device(options.device)
     learner = MoEDecoder(config)
     learner.init_weights(torch.Generator().manual_seed(0))
@@ -64,6 +72,26 @@ def main() -> None:
                 print(f"{graded:<10} {rollout_s:>10.2f} {tail_s:>8.2f} {rollout_s + tail_s:>9.2f}")
     finally:
         sandbox.close()
+
+
+def time_scans() -> None:
+    """The slowest of several hostile texts of 32k tokens (131 kB), for each scan of a response in the trainer."""
+    hostile = ["\n", " ", "`", "'", '"', "```\n", "````\n", "```\n  ", "~~~\n```\n", "```python\nx='\\", "</think>"]
+    hostile += ["```\n'''\n```\n", "```\n'\n```\n", "```\n#'\n```\n", "```\n\\'''\n```\n", '```\n"""x\n```\n']
+    hostile += ["<a>", "</a>", "<a></a>", "<a"]
+    texts = [start + (unit * 131_072)[:131_068] for unit in hostile for start in ("", "```\n")]
+    numbers = "1.0 " * 500_000, "1 " * 500_000
+    lines = CodeTests("", ("",), (numbers[1],), numeric_lines=True)
+    scans = {
+        "extract_code": [functools.partial(extract_code, text) for text in texts],
+        "tagged": [functools.partial(tagged, text, "a") for text in texts],
+        "a line of 2 MB": [functools.partial(lines.accepts, 0, numbers[0])],
+    }
+    for name, calls in scans.items():
+        seconds = []
+        for call in calls:
+            seconds.append(min(timeit.repeat(call, number=1, repeat=3)))  # other processes take turns
+        print(f"{name:<16} {1000 * max(seconds):>7.1f} ms")
 
 
 def measure(engine: NativeEngine, options: argparse.Namespace, submit, beside: bool, seed: int) -> tuple[float, float]:

@@ -158,6 +158,13 @@ class SourceSettings:
     )
     percent_as_unit: bool = key(False, "reward math: 25% also answers 25, as where a question asks for a percentage")
     code_score: Literal["all", "fraction"] = key("all", "reward code: 1 if all tests pass, or the fraction that does")
+    code_tolerance: float = key(
+        -1.0,
+        "reward code: how far decimals of an output may be from the expected ones, absolutely or relatively, as 1e-6; "
+        "0: not at all; -1: 1e-6 for tables of inputs and outputs (APPS, TACO), else 0",
+        low=-1.0,
+        high=1.0,
+    )
     bad_rows: Literal["error", "drop"] = key("error", "rows that cannot be used: stop and list them, or drop and count")
     where: dict[str, Any] = key({}, "keep rows whose column has this value, or one of these values")
     language: Literal["", "en", "zh"] = key("", "keep prompts written in this language, judged by their script")

@@ -118,6 +118,7 @@ def _run(job: dict[str, Any], index: int) -> int:
     main.__dict__.update(__builtins__=builtins, __file__="main.py")
     sys.modules["__main__"] = main
     sys.argv[:] = ["main.py"]
+    sys.set_int_max_str_digits(50_000)  # what judges of such problems allow; Python's own limit is 4300
     site.setquit()  # exit() and quit()
     sys.stdin = sys.__stdin__ = open(0, encoding="utf-8", errors="surrogateescape", closefd=False)
     sys.stdout = sys.__stdout__ = open(1, "w", encoding="utf-8", errors="surrogateescape", closefd=False)

@@ -1,6 +1,7 @@
 """Tests of programs: the forms data sets store them in, and when an output passes."""
 
 import base64
+import dataclasses
 import json
 import pickle
 import zlib
@@ -8,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from quads.rl.rewards.code import extract_code
-from quads.rl.rewards.code_tests import CodeTests, livecodebench_prompt, parse_tests
+from quads.rl.rewards.code_tests import CodeTests, livecodebench_prompt, parse_tests, whole_number
+from quads.rl.rewards.text import extract_code
 
 
 @pytest.mark.parametrize(
@@ -25,10 +26,13 @@ from quads.rl.rewards.code_tests import CodeTests, livecodebench_prompt, parse_t
             [{"input": '1\n"a"', "output": "[3]", "testtype": "functional", "metadata": {"func_name": "f"}}],
             CodeTests("f", ([1, "a"],), ([3],), boxed_outputs=True),
         ),
-        ({"inputs": ["1", ["2", "3"]], "outputs": ["x", "y"]}, CodeTests("", ("1", "2\n3"), ("x", "y"), True)),
+        (
+            {"inputs": ["1", ["2", "3"]], "outputs": ["x", "y"]},
+            CodeTests("", ("1", "2\n3"), ("x", "y"), True, tolerance=1e-6),
+        ),
         (
             {"fn_name": "f", "inputs": [[1], [[2]]], "outputs": [[3], [[4]]]},
-            CodeTests("f", ([1], [[2]]), ([3], [[4]]), boxed_outputs=True),
+            CodeTests("f", ([1], [[2]]), ([3], [[4]]), boxed_outputs=True, tolerance=1e-6),
         ),
     ],
 )
@@ -124,6 +128,46 @@ def test_lenient_output(printed: str, expected: str, passes: bool) -> None:
 
 
 @pytest.mark.parametrize(
+    ("printed", "expected", "passes"),
+    [
+        ("0.333333", "0.333333333333", True),
+        ("0.33", "0.333333333333", False),
+        ("1000000.5", "1000001.0", True),  # of the expected value
+        ("1e-7", "0.0", True),
+        ("3.0000001", "3", False),  # an integer is exact
+        ("12345678901234567891", "12345678901234567890", False),
+        ("x 0.333333", "x 0.3333333", False),  # a line of numbers, or the same text
+        ("nan", "0.5", False),
+        ("inf", "1e400", False),
+    ],
+)
+def test_tolerance(printed: str, expected: str, passes: bool) -> None:
+    for stored in ({"inputs": [""], "outputs": [expected]}, [{"input": "", "output": expected}]):
+        assert parse_tests(stored, "pairs", 1e-6).accepts(0, printed) is passes
+    assert (
+        parse_tests({"inputs": [""], "outputs": [expected]}, "pairs").accepts(0, printed) is passes
+    )  # what tables mean
+    for exact in (parse_tests(stored, "pairs"), parse_tests({"inputs": [""], "outputs": [expected]}, "pairs", 0.0)):
+        assert not exact.accepts(0, printed)
+
+
+def test_tolerance_of_returned_values() -> None:
+    tests = parse_tests({"inputs": [[1], [1]], "outputs": [[0.3, 1], [2, 0.5]], "fn_name": "f"}, "pairs")
+    assert (
+        tests.accepts(0, [0.1 + 0.2, 1]) and not tests.accepts(0, [0.31, 1]) and not tests.accepts(1, [2.0000001, 0.5])
+    )
+    exact = dataclasses.replace(tests, tolerance=0.0)
+    assert not exact.accepts(0, [0.1 + 0.2, 1]) and exact.accepts(0, [0.3, 1])
+
+
+def test_integers_of_any_length_are_exact() -> None:
+    digits = "9" * 6000
+    tests = parse_tests([{"input": "", "output": digits, "fn_name": "f"}], "pairs")
+    assert tests.accepts(0, whole_number(digits)) and not tests.accepts(0, whole_number(digits[:-1] + "8"))
+    assert tests.accepts(0, whole_number(digits)) and whole_number("12") == 12
+
+
+@pytest.mark.parametrize(
     ("returned", "expected", "passes"),
     [
         (3, 3, True), (3.0, 3, True), (True, 1, False), (1, True, False), (True, True, True), ([1, 2], [1, 2], True),
@@ -152,9 +196,24 @@ def test_boxed_outputs() -> None:
         ("  ```python\nx = 1\n  ```", "x = 1\n"),
         ("```python\nprint('```')\n```", "print('```')\n"),
         ("print(1)", "print(1)"),
+        ("````python\na\n```\nb\n````", "a\n```\nb\n"),
+        ("~~~python\nprint(4)\n~~~~ ", "print(4)\n"),
+        ("~~~\n```\n~~~", "```\n"),
+        ("```python\ns = '''\n```\n'''\nprint(4)\n```", "s = '''\n```\n'''\nprint(4)\n"),
+        (
+            '```\nx = """a\\"""\n```\n"""  # \'\'\'\ny = "\'\'\'"\n```\nend',
+            'x = """a\\"""\n```\n"""  # \'\'\'\ny = "\'\'\'"\n',
+        ),
+        ("```python\nx = '''\n```\nnever closed", "x = '''\n"),  # a string that never ends is none
+        ("```text\nit'''s\n```\n```python\nx = '''a'''\n```", "x = '''a'''\n"),  # other languages have other strings
+        # The last attempt counts, finished or not.
+        ("```python\nprint(4)\n```\nBetter:\n```python\nprint(5)\n", None),
+        ("```python\nprint(4)\n```\n```", None),
+        ("````python\nprint(4)\n```", None),
+        ("```\nx\n```" + " " * (1 << 20), None),
     ],
 )
-def test_the_last_fenced_block_counts(response: str, code: str) -> None:
+def test_the_last_fenced_block_counts(response: str, code: str | None) -> None:
     assert extract_code(response) == code
 
 

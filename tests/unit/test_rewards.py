@@ -91,6 +91,10 @@ def test_tags() -> None:
     assert tagged(" a ", "") == "a"
     assert tagged("<answer>1</answer><answer>\n2\n</answer>", "answer") == "2"
     assert tagged("no tag", "answer") is None
+    # The last attempt counts: one left open does not fall back to an earlier one.
+    assert tagged("<a>1</a> no: <a>2", "a") is None and tagged("<a>1</a><a></a>", "a") == ""
+    assert tagged("</a>", "a") is None and tagged("<a>" * 3 + "1</a></a>", "a") == "1"
+    assert tagged("<a>1</a>" + " " * (1 << 20), "a") is None
 
 
 # ---- reasoning-gym
@@ -184,6 +188,27 @@ def test_code_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     verdicts = run(tmp_path, capsys, "code", rows, "--time-s", "1")
     assert [verdict["reward"] for verdict in verdicts] == [1.0, 0.0, 0.0, 0.0]
     assert 0.9 < verdicts[2]["seconds"] < 4
+
+
+def test_code_is_judged_no_stricter_than_by_those_who_made_the_data(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Tables of inputs and outputs as APPS and TACO have them: decimals are near, integers long, fences many."""
+    third = {"inputs": [""], "outputs": ["0.333333333333"]}
+    four = {"inputs": [""], "outputs": ["4"]}
+    rows = [
+        ("```python\nprint('%.6f' % (1/3))\n```", third, 1),
+        ("```python\nprint('0.33')\n```", third, 0),
+        ("```python\nprint(10**5000)\n```", {"inputs": [""], "outputs": ["1" + "0" * 5000]}, 1),
+        ("```\ndef f(n):\n    return 10**n\n```", [{"input": "5000", "output": "1" + "0" * 5000, "fn_name": "f"}], 1),
+        ("```\ndef f(x):\n    return [0.1 + 0.2, x]\n```", {"inputs": [[1]], "outputs": [[0.3, 1]], "fn_name": "f"}, 1),
+        ("````python\nprint(4)\n````", four, 1),
+        ("~~~python\nprint(4)\n~~~", four, 1),
+        ("```python\ns = '''\n```\n'''\nprint(4)\n```", four, 1),
+        ("```python\nprint(4)\n```\n```python\nprint(", four, 0),
+    ]
+    verdicts = run(tmp_path, capsys, "code", [{"response": r, "tests": tests} for r, tests, _ in rows])
+    assert [verdict["reward"] for verdict in verdicts] == [right for _, _, right in rows]
 
 
 @pytest.mark.parametrize(

@@ -1,25 +1,30 @@
 """Reward `code`: does the program in a response pass its tests? It runs in a sandbox; outputs are compared here."""
 
 import json
-import re
+from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
 from quads.config.sections import SourceSettings
 from quads.data.rows import BadRow, Prompt, column_value
-from quads.rl.rewards.code_tests import LIVECODEBENCH_COLUMNS, CodeTests, livecodebench_prompt, parse_tests
+from quads.rl.rewards.code_tests import (
+    LIVECODEBENCH_COLUMNS,
+    CodeTests,
+    livecodebench_prompt,
+    parse_tests,
+    whole_number,
+)
 from quads.rl.rewards.reward import Graders, Reward
+from quads.rl.rewards.text import extract_code
 from quads.sandbox.helpers import then
 from quads.sandbox.pool import Job, Outcome, Sandbox
 from quads.types import Example, Verdict
-
-FENCED = re.compile(r"^([ \t]*)```[^\n`]*\n(.*?)^[ \t]*```[ \t]*$", re.MULTILINE | re.DOTALL)
 
 
 class Code(Reward):
     """1 if all tests pass, or with code_score = "fraction" the fraction that does."""
 
-    keys = ("code_format", "code_score")
+    keys = ("code_format", "code_score", "code_tolerance")
 
     def __init__(self, where: str, word: str, settings: SourceSettings, graders: Graders):
         livecodebench = settings.code_format == "livecodebench"
@@ -42,26 +47,25 @@ class Code(Reward):
         return prompt, stored
 
     def unpack(self, answer: Any) -> CodeTests:
-        return parse_tests(answer, self._settings.code_format)
+        return parse_tests(answer, self._settings.code_format, self._settings.code_tolerance)
 
     def submit(self, example: Example, answer: CodeTests, text: str) -> "Future[Verdict]":
         return submit_program(self._graders.sandbox, answer, text, self._settings.code_score)
 
 
-def extract_code(response: str) -> str:
-    """The last fenced block after any `</think>`; a response without fences is taken to be code itself."""
-    response = response.rpartition("</think>")[2].replace("\r\n", "\n")
-    blocks = FENCED.findall(response)
-    if not blocks:
-        return response
-    indent, code = blocks[-1]  # a block inside a list item is indented with its fence
-    return re.sub(rf"^{indent}", "", code, flags=re.MULTILINE) if indent else code
-
-
 def submit_program(sandbox: Sandbox, tests: CodeTests, response: str, score: str = "all") -> "Future[Verdict]":
     """Start grading. score `all`: 1.0 if every test passes, else 0.0, and the first failure ends it; `fraction`: the
-    fraction of tests that pass."""
-    job = Job(extract_code(response), tests.inputs, tests.function, bool(tests.function) or tests.numeric_lines)
+    fraction of tests that pass. A program that broke its server gives no verdict, and gets a fresh one once."""
+    code = extract_code(response)
+    if code is None:
+        wrong: Future[Verdict] = Future()
+        wrong.set_result(Verdict(0.0, 0.0))
+        return wrong
+    job = Job(code, tests.inputs, tests.function, bool(tests.function) or tests.numeric_lines)
+    return again(lambda: _submit(sandbox, tests, job, score))
+
+
+def _submit(sandbox: Sandbox, tests: CodeTests, job: Job, score: str) -> "Future[Verdict]":
     passed: list[bool] = []
 
     def go_on(index: int, outcome: Outcome) -> bool:
@@ -79,6 +83,24 @@ def submit_program(sandbox: Sandbox, tests: CodeTests, response: str, score: str
     return then(sandbox.submit(job, go_on), judge)
 
 
+def again(submit: "Callable[[], Future[Verdict]]") -> "Future[Verdict]":
+    """A future of the verdict; where the first try has none, of a second one."""
+    final: Future[Verdict] = Future()
+
+    def settle(future: "Future[Verdict]", tries: int) -> None:
+        try:
+            verdict = future.result()
+            if verdict.failed and tries > 1:
+                submit().add_done_callback(lambda second: settle(second, tries - 1))
+            else:
+                final.set_result(verdict)
+        except BaseException as error:
+            final.set_exception(error)
+
+    submit().add_done_callback(lambda first: settle(first, 2))
+    return final
+
+
 def _passes(tests: CodeTests, index: int, outcome: Outcome) -> bool:
     if outcome.verdict != "ok":
         return False
@@ -86,6 +108,6 @@ def _passes(tests: CodeTests, index: int, outcome: Outcome) -> bool:
     if not tests.function:
         return tests.accepts(index, text)
     try:
-        return tests.accepts(index, json.loads(text))
-    except (ValueError, RecursionError):
+        return tests.accepts(index, json.loads(text, parse_int=whole_number))
+    except (ValueError, ArithmeticError, RecursionError):
         return False

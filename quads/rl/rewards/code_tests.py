@@ -6,14 +6,18 @@ JSON text; and the columns of LiveCodeBench. A problem with a function name is c
 
 import base64
 import binascii
+import dataclasses
 import io
 import json
+import math
 import pickle
 import zlib
 from dataclasses import dataclass
 from decimal import Decimal, InvalidOperation
 from typing import Any
 
+LONGEST_NUMBER = 50_000  # characters
+TABLE_TOLERANCE = 1e-6  # of APPS, TACO and their heirs, whose own judges compare floats
 LIVECODEBENCH_COLUMNS = ("starter_code", "public_test_cases", "private_test_cases", "metadata")
 
 
@@ -29,25 +33,71 @@ class CodeTests:
     outputs: tuple[Any, ...]  # expected stdout, or expected return values as JSON
     numeric_lines: bool = False  # stdout lines may differ in spaces at both ends and in how a number is written
     boxed_outputs: bool = False  # a return value may be stored as a list of one
+    tolerance: float = 0.0  # by which two decimals may differ, absolutely or of the expected one; integers are exact
 
     def accepts(self, index: int, produced: Any) -> bool:
         """Does test `index` pass? produced: stdout as text, or the return value as JSON gives it."""
         expected = self.outputs[index]
         if self.function:
-            return _same_json(produced, expected) or (
+            return self._same_json(produced, expected) or (
                 self.boxed_outputs
                 and isinstance(expected, list)
                 and len(expected) == 1
-                and _same_json(produced, expected[0])
+                and self._same_json(produced, expected[0])
             )
-        if self.numeric_lines:
-            ours, theirs = produced.strip().split("\n"), expected.strip().split("\n")
-            return len(ours) == len(theirs) and all(map(_same_line, ours, theirs))
-        return _without_trailing_space(produced) == _without_trailing_space(expected)
+        if _without_trailing_space(produced) == _without_trailing_space(expected):
+            return True
+        if not self.numeric_lines and not self.tolerance:
+            return False
+        ours, theirs = produced.strip().split("\n"), expected.strip().split("\n")
+        return len(ours) == len(theirs) and all(map(self._same_line, ours, theirs))
+
+    def _same_json(self, ours: Any, theirs: Any) -> bool:
+        """Equal JSON values: 1 and 1.0 are equal, True and 1 are not. Decimals may differ by the tolerance."""
+        if isinstance(ours, bool) or isinstance(theirs, bool):
+            return ours is theirs
+        if isinstance(ours, list) and isinstance(theirs, list):
+            return len(ours) == len(theirs) and all(map(self._same_json, ours, theirs))
+        if isinstance(ours, dict) and isinstance(theirs, dict):
+            return ours.keys() == theirs.keys() and all(self._same_json(ours[key], theirs[key]) for key in ours)
+        if isinstance(ours, float) and isinstance(theirs, float) and self._near(ours, theirs):
+            return True
+        return ours == theirs
+
+    def _same_line(self, ours: str, theirs: str) -> bool:
+        """Lines that are equal but for spaces at their ends, or lines of equal numbers, however written."""
+        ours, theirs = ours.strip(), theirs.strip()
+        if ours == theirs:
+            return True
+        a, b = ours.split(), theirs.split()
+        try:
+            return len(a) == len(b) and all(map(self._same_number, a, b))
+        except InvalidOperation:  # a word
+            return False
+
+    def _same_number(self, ours: str, theirs: str) -> bool:
+        if max(len(ours), len(theirs)) > LONGEST_NUMBER:
+            return False
+        a, b = Decimal(ours), Decimal(theirs)
+        if a == b:
+            return True
+        whole = ours.lstrip("+-").isdigit() or theirs.lstrip("+-").isdigit()
+        return not whole and self._near(float(a), float(b))
+
+    def _near(self, ours: float, theirs: float) -> bool:
+        return math.isfinite(ours) and abs(ours - theirs) <= self.tolerance * max(1.0, abs(theirs))
 
 
-def parse_tests(value: Any, code_format: str) -> CodeTests:
-    """Read a test column (or the LiveCodeBench columns as a dict). ValueError says what is wrong with it."""
+def parse_tests(value: Any, code_format: str, tolerance: float = -1.0) -> CodeTests:
+    """Read a test column (or the LiveCodeBench columns as a dict). ValueError says what is wrong with it.
+
+    tolerance: of decimals in outputs; -1: that of the judges which the stored form was made for.
+    """
+    tests = _parse(value, code_format)
+    return tests if tolerance < 0 else dataclasses.replace(tests, tolerance=tolerance)
+
+
+def _parse(value: Any, code_format: str) -> CodeTests:
     if code_format == "livecodebench":
         return _parse_livecodebench(value)
     if isinstance(value, str):
@@ -106,12 +156,13 @@ def _parse_table(table: dict[str, Any]) -> CodeTests:
     if not inputs:
         raise ValueError("there are no tests")
     if table.get("fn_name"):
-        return _call_tests(table["fn_name"], list(inputs), list(outputs), boxed=True)
+        tests = _call_tests(table["fn_name"], list(inputs), list(outputs), boxed=True)
+        return dataclasses.replace(tests, tolerance=TABLE_TOLERANCE)
     # Some rows store a test as a list of lines. Such sets have always been graded leniently on spaces and numbers.
     joined = [
         ["\n".join(map(str, text)) if isinstance(text, list) else text for text in side] for side in (inputs, outputs)
     ]
-    return _stdin_tests(*joined, numeric_lines=True)
+    return dataclasses.replace(_stdin_tests(*joined, numeric_lines=True), tolerance=TABLE_TOLERANCE)
 
 
 def _parse_livecodebench(row: Any) -> CodeTests:
@@ -163,32 +214,17 @@ def _call_tests(function: Any, inputs: list[Any], outputs: list[Any], boxed: boo
         try:
             as_text = isinstance(given, str)
             arguments.append([json.loads(line) for line in given.split("\n") if line] if as_text else list(given))
-            results.append(json.loads(expected) if as_text and isinstance(expected, str) else expected)
+            stored = as_text and isinstance(expected, str)
+            results.append(json.loads(expected, parse_int=whole_number) if stored else expected)
         except (ValueError, TypeError):
             raise ValueError(f"test {number}: arguments must be a list, or one JSON value a line") from None
     return CodeTests(function, tuple(arguments), tuple(results), boxed_outputs=boxed)
-
-
-def _same_json(ours: Any, theirs: Any) -> bool:
-    """Equal JSON values: 1 and 1.0 are equal, True and 1 are not."""
-    if isinstance(ours, bool) or isinstance(theirs, bool):
-        return ours is theirs
-    if isinstance(ours, list) and isinstance(theirs, list):
-        return len(ours) == len(theirs) and all(map(_same_json, ours, theirs))
-    if isinstance(ours, dict) and isinstance(theirs, dict):
-        return ours.keys() == theirs.keys() and all(_same_json(ours[key], theirs[key]) for key in ours)
-    return ours == theirs
 
 
 def _without_trailing_space(text: str) -> str:
     return "\n".join(line.rstrip() for line in text.rstrip().split("\n"))
 
 
-def _same_line(ours: str, theirs: str) -> bool:
-    ours, theirs = ours.strip(), theirs.strip()
-    if ours == theirs:
-        return True
-    try:
-        return [Decimal(word) for word in ours.split()] == [Decimal(word) for word in theirs.split()]
-    except InvalidOperation:
-        return False
+def whole_number(digits: str) -> int | Decimal:
+    """An integer of JSON, however long: Python's own reading refuses more than 4300 digits."""
+    return int(digits) if len(digits) < 4300 else Decimal(digits)
