@@ -43,8 +43,8 @@ from torch import Tensor
 
 from quads.model.config import ARCHITECTURES, ModelConfig
 from quads.model.hf import parameter_shapes
-from quads.rollout.vllm.folder import cache_root, model_folder
-from quads.rollout.vllm.options import PluginOptions
+from quads.rollout.vllm.options import METHOD
+from quads.rollout.vllm.setup import cache_root, model_folder
 
 PLUGIN = ("w4a16", "w4a4", "w4a4_residual")
 NVFP4_CONFIG = {
@@ -63,8 +63,8 @@ def engine_arguments(engine: str, selection: str) -> dict[str, Any]:
     """What tells vLLM the precision."""
     engine = engine.removesuffix(SAMPLER)
     if engine in PLUGIN:
-        options = PluginOptions(precision=engine, targets=("experts", "attention"), residual_selection=selection)  # pyright: ignore[reportArgumentType]
-        return {"quantization": "quads", "hf_overrides": {"quantization_config": options.to_dict()}}
+        options = {"precision": engine, "targets": ["experts", "attention"], "residual_selection": selection}
+        return {"quantization": METHOD, "hf_overrides": {"quantization_config": {"quant_method": METHOD, **options}}}
     if engine == "fp8":
         return {"quantization": "fp8"}
     return {"hf_overrides": {"quantization_config": NVFP4_CONFIG}} if engine == "nvfp4" else {}
@@ -99,9 +99,9 @@ def run_engine(arguments: argparse.Namespace) -> None:
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     from vllm import LLM
 
-    from quads.rollout.vllm.models import register_models
+    from quads.rollout.vllm.patches import install_sampler
     from quads.rollout.vllm.plugin import register
-    from quads.rollout.vllm.sampler import install_sampler
+    from quads.rollout.vllm.setup import register_models
 
     register()
     register_models()

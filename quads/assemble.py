@@ -224,7 +224,7 @@ def check_engine(cfg: Config, model_config: ModelConfig, spec: QuantSpec, world:
             "native engine holds all weights"
         )
     if rollout.engine == "vllm":
-        from quads.rollout.vllm.limits import check_settings
+        from quads.rollout.vllm.setup import check_settings
 
         check_settings(spec, rollout, cfg.wants_routes, world.device)
         if importlib.util.find_spec("vllm") is None:

@@ -176,23 +176,6 @@ def test_a_checkpoint_packed_in_another_format_is_refused(tmp_path: Path) -> Non
     destroy_groups()
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"precision": "w3a3"}, "precision = 'w3a3' is not one of"),
-        ({"precison": "w4a4"}, "unknown precison"),
-        ({"precision": "fp8"}, "vLLM has its own"),
-        ({"residual_ratio": 1.5}, "residual_ratio = 1.5"),
-    ],
-)
-def test_options_are_checked(options: dict[str, Any], message: str) -> None:
-    from quads.errors import UserError
-    from quads.rollout.vllm.options import PluginOptions
-
-    with pytest.raises(UserError, match=message):
-        PluginOptions.from_dict({"quant_method": "quads", **options})
-
-
 def destroy_groups() -> None:
     """An engine that failed while it was built leaves its process groups behind."""
     from vllm.distributed.parallel_state import cleanup_dist_env_and_memory

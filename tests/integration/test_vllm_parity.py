@@ -30,7 +30,7 @@ PRECISIONS = ["bf16", "w4a16", "w16a4", "w4a4", "w4a4_residual"]
 
 
 def test_a_model_without_qk_norm() -> None:
-    """vLLM has no such class; vllm/models.py makes one of Qwen3-MoE."""
+    """vLLM has no such class; setup.register_models makes one of Qwen3-MoE."""
     spec, config = spec_of("w4a16"), replace(CONFIG, qk_norm=False, tie_embeddings=True)
     learner = make_learner(config=config)
     engine = make_vllm(spec, config)
@@ -125,7 +125,7 @@ def test_bad_requests_are_refused(pair: Any) -> None:
 @pytest.mark.parametrize("max_batch", [1, 3, 16, 100, 256, 512, 1000])
 def test_graphs_cover_every_batch(max_batch: int) -> None:
     """Ascending, the last is the largest batch, and none is padded to more than twice its size."""
-    from quads.rollout.vllm.limits import graph_sizes
+    from quads.rollout.vllm.setup import graph_sizes
 
     sizes = graph_sizes(max_batch)
     assert sizes == sorted(set(sizes)) and sizes[-1] == max_batch and len(sizes) < 25

@@ -3,14 +3,21 @@
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from quads.rollout.vllm.folder import model_folder
-from quads.rollout.vllm.options import PluginOptions
+from quads.rollout.vllm.options import read_options, write_options
+from quads.rollout.vllm.setup import model_folder
 from tests.vllm_models import CONFIG
 
-W4A4 = PluginOptions(precision="w4a4").to_dict()
+
+def options(**given: Any) -> dict[str, Any]:
+    """A whole `quantization_config` from the keys given."""
+    return write_options(read_options(given))
+
+
+W4A4 = options(precision="w4a4")
 
 
 def test_one_path_for_one_model_and_precision(tmp_path: Path) -> None:
@@ -20,8 +27,8 @@ def test_one_path_for_one_model_and_precision(tmp_path: Path) -> None:
     assert [path.name for path in first.iterdir()] == ["config.json"]
     others = {
         model_folder(tmp_path, replace(CONFIG, num_layers=3), W4A4),
-        model_folder(tmp_path, CONFIG, PluginOptions(residual_ratio=0.25).to_dict()),
-        model_folder(tmp_path, CONFIG, PluginOptions(residual_selection="token").to_dict()),
+        model_folder(tmp_path, CONFIG, options(residual_ratio=0.25)),
+        model_folder(tmp_path, CONFIG, options(residual_selection="token")),
         first,
     }
     assert len(others) == 4
@@ -32,14 +39,13 @@ def test_vllms_cache_key_follows_model_and_precision(tmp_path: Path) -> None:
     """The key of compiled graphs, in which precision, ratio and selection are constants."""
     from vllm.engine.arg_utils import EngineArgs  # pyright: ignore[reportMissingImports]
 
-    from quads.rollout.vllm.models import register_models
     from quads.rollout.vllm.plugin import register
+    from quads.rollout.vllm.setup import register_models
 
     register()
     register_models()
 
-    def key(options: PluginOptions) -> str:
-        quantization = options.to_dict()
+    def key(quantization: dict[str, Any]) -> str:
         return (
             EngineArgs(
                 model=str(model_folder(tmp_path, CONFIG, quantization)),
@@ -55,5 +61,5 @@ def test_vllms_cache_key_follows_model_and_precision(tmp_path: Path) -> None:
             .compute_hash()
         )
 
-    keys = [key(PluginOptions(residual_ratio=ratio)) for ratio in (0.5, 0.5, 0.25)]
+    keys = [key(options(residual_ratio=ratio)) for ratio in (0.5, 0.5, 0.25)]
     assert keys[0] == keys[1] != keys[2]

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from quads.rollout.vllm.guest import others_on_the_gpu
+from quads.rollout.vllm.patches import others_on_the_gpu
 
 
 def test_memory_that_others_take_during_a_sleep_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:

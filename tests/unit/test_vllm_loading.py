@@ -1,5 +1,7 @@
 """What brings tensors into vLLM layers and counts them; none of it needs vLLM itself."""
 
+import json
+
 import pytest
 import torch
 from torch import Tensor
@@ -9,9 +11,8 @@ from quads.quant import nvfp4
 from quads.quant.linear import SiteSpec
 from quads.quant.recipes import QuantSpec
 from quads.quant.tensor import NVFP4Tensor
-from quads.rollout.vllm.ledger import LoadLedger
-from quads.rollout.vllm.loading import Part, PlainLoader
-from quads.rollout.vllm.options import PluginOptions
+from quads.rollout.vllm.loading import LoadLedger, Part, PlainLoader
+from quads.rollout.vllm.options import KEYS, read_options, site_spec, write_options
 from quads.rollout.vllm.site import ReferenceSite
 from tests.helpers import assert_bitwise
 
@@ -156,8 +157,7 @@ def loaded(ledger: LoadLedger, pairs: list[tuple[str, str, tuple]]) -> None:
     tensors = ledger.watch([(name, torch.zeros(1)) for name, _, _ in pairs])
     for (_, tensor), (_, parameter, pieces) in zip(tensors, pairs, strict=True):
         if parameter:
-            ledger.record(parameter, pieces)
-            ledger.found(tensor)
+            ledger.record(parameter, pieces, tensor)
 
 
 def test_the_ledger_wants_every_piece_exactly_once() -> None:
@@ -190,9 +190,50 @@ def test_the_ledger_names_a_few_of_many() -> None:
 
 
 def test_options_say_what_the_recipe_says() -> None:
-    spec = QuantSpec("nvfp4", "bf16", "w4a4_residual", targets=("experts",), residual_sites=("w2",), ratio=0.25)
-    options = PluginOptions.of(spec)
+    spec = QuantSpec("bf16", "bf16", "w4a4_residual", targets=("experts",), residual_sites=("w13",), ratio=0.25)
     for site_name, target in (("w13", "experts"), ("w2", "experts"), ("qkv", "attention"), ("o", "attention")):
-        assert options.site(target, site_name) == SiteSpec.of(spec, site_name)
-    assert options.site("", "") == SiteSpec("bf16", 0.25, "batch", "pow2")
-    assert PluginOptions.from_dict(options.to_dict()) == options
+        assert site_spec(spec, target, site_name) == SiteSpec.of(spec, site_name)
+    assert site_spec(spec, "", "") == SiteSpec("bf16", 0.25, "batch", "pow2")
+    assert read_options(json.loads(json.dumps(write_options(spec)))) == spec
+
+
+def test_every_option_reaches_the_sites() -> None:
+    """The defaults are the recipe `quads`; each key changes what it names, dense feed-forward layers included."""
+    default = read_options({"quant_method": "quads"})
+    assert site_spec(default, "experts", "w13") == SiteSpec("w4a4_residual", 0.5, "batch", "pow2")
+    assert site_spec(default, "mlp", "w13") == site_spec(default, "experts", "w13")
+    assert site_spec(default, "attention", "qkv").precision == site_spec(default, "mlp", "w2").precision == "w4a4"
+    changes = [
+        ("precision", "w4a16", "mlp", "w13", SiteSpec("w4a16", 0.5, "batch", "pow2")),
+        ("targets", ["attention"], "mlp", "w2", SiteSpec("bf16", 0.5, "batch", "pow2")),
+        ("targets", ["mlp"], "mlp", "w13", SiteSpec("w4a4_residual", 0.5, "batch", "pow2")),
+        ("targets", ["mlp"], "experts", "w13", SiteSpec("bf16", 0.5, "batch", "pow2")),
+        ("residual_sites", ["qkv"], "attention", "qkv", SiteSpec("w4a4_residual", 0.5, "batch", "pow2")),
+        ("residual_ratio", 0.25, "experts", "w13", SiteSpec("w4a4_residual", 0.25, "batch", "pow2")),
+        ("residual_selection", "token", "experts", "w13", SiteSpec("w4a4_residual", 0.5, "token", "pow2")),
+        ("global_scale", "amax", "experts", "w13", SiteSpec("w4a4_residual", 0.5, "batch", "amax")),
+    ]
+    assert {key for key, *_ in changes} == set(KEYS)
+    for key, value, target, site_name, expected in changes:
+        more = {"residual_sites": ["qkv"]} if (key, value) == ("targets", ["attention"]) else {}
+        assert site_spec(read_options({key: value, **more}), target, site_name) == expected, key
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"precision": "w3a3"}, "quantization_config: precision = 'w3a3': must be one of .*w4a4_residual"),
+        ({"precison": "w4a4"}, "unknown precison; known: global_scale, precision"),
+        ({"precision": "fp8"}, "vLLM has its own"),
+        ({"residual_ratio": 1.5}, "quantization_config: residual_ratio = 1.5"),
+        ({"residual_ratio": "0.5"}, "residual_ratio = '0.5': must be a number"),
+        ({"targets": "experts"}, "targets = 'experts': must be a list"),
+        ({"targets": ["lm_head"]}, r"targets = \['lm_head'\]"),
+        ({"targets": []}, "targets is empty"),
+        ({"residual_sites": ["w1"]}, r"residual_sites = \['w1'\]"),
+        ({"targets": ["attention"], "residual_sites": ["w2"]}, "residual_sites has w2, which targets"),
+    ],
+)
+def test_options_are_checked(options: dict, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        read_options({"quant_method": "quads", **options})

@@ -13,7 +13,8 @@ from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.sample.sampler import Sampler
 
 from quads.rollout.sampling import draw, seed_tensor, uniforms
-from quads.rollout.vllm.sampler import install_sampler, only_temperature
+from quads.rollout.vllm.patches import install_sampler
+from quads.rollout.vllm.sampler import only_temperature
 from tests.unit.vllm_sampling_worker import Counted
 
 ROWS, VOCABULARY = 6, 700

@@ -31,27 +31,21 @@ from quads.errors import UserError
 from quads.model.config import ModelConfig
 from quads.quant.recipes import QuantSpec
 from quads.rollout.engine import OnGroup, check_request, check_tensor_parallel, ignore
-from quads.rollout.vllm.folder import cache_root, model_folder
-from quads.rollout.vllm.guest import (
-    abandon,
-    close,
-    free_memory,
-    guest,
-    make_group_of_one,
-    others_on_the_gpu,
-    untouched_rng,
-)
-from quads.rollout.vllm.limits import (
+from quads.rollout.vllm.guest import abandon, close, free_memory, guest, make_group_of_one, untouched_rng
+from quads.rollout.vllm.options import METHOD, write_options
+from quads.rollout.vllm.patches import check_sleep, install_sampler, others_on_the_gpu
+from quads.rollout.vllm.plugin import register
+from quads.rollout.vllm.readback import checksums, forget_waiting, track_plain_parameters
+from quads.rollout.vllm.setup import (
+    cache_root,
     check_cpu_attention,
     check_settings,
     graph_sizes,
     kv_cache_bytes,
+    model_folder,
     refuse_second_engine,
+    register_models,
 )
-from quads.rollout.vllm.models import register_models
-from quads.rollout.vllm.options import PluginOptions
-from quads.rollout.vllm.plugin import register
-from quads.rollout.vllm.readback import checksums, forget_waiting, track_plain_parameters
 from quads.types import Completion, Sampling
 
 
@@ -90,12 +84,12 @@ class VLLMEngine:
         self._asleep: set[str] = set()  # parts of the memory that the trainer has
         self._returns_routing = routed_experts
         check_settings(spec, rollout, routed_experts, device)
-        options = PluginOptions.of(spec)
+        quantization = write_options(spec)
         self._max_tokens = rollout.max_prompt_tokens + rollout.max_new_tokens
         arguments: dict[str, Any] = {
-            "model": str(model_folder(cache_root(), model_config, options.to_dict())),
-            "hf_overrides": {"quantization_config": options.to_dict()},
-            "quantization": "quads",
+            "model": str(model_folder(cache_root(), model_config, quantization)),
+            "hf_overrides": {"quantization_config": quantization},
+            "quantization": METHOD,
             "load_format": "dummy",
             "skip_tokenizer_init": True,
             "dtype": dtype,
@@ -127,8 +121,7 @@ class VLLMEngine:
             if device.type == "cpu":
                 check_cpu_attention(model_config.head_dim)
             else:
-                from quads.rollout.vllm.sampler import install_sampler
-
+                check_sleep()
                 install_sampler()
             refuse_second_engine(device)
             if not self._keep_group:
@@ -140,7 +133,7 @@ class VLLMEngine:
             except BaseException:
                 abandon(self._keep_group)
                 raise
-        self._quant = self._on_model(lambda model: model.quant_config)
+        self._quant = self._on_model(lambda model: model.quant_config.state)
         self._on_model(lambda model: track_plain_parameters(model, self._quant.ledger))
         report(self.banner())
 

@@ -13,7 +13,7 @@ Shapes: E experts, I expert width on this rank, H hidden, T tokens, A experts a 
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from types import MethodType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,9 +22,9 @@ from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEM
 from quads.errors import UserError
 from quads.quant.sites import EXPERT_SITES, SITES
 from quads.rollout.vllm.loading import Part
-
-if TYPE_CHECKING:
-    from quads.rollout.vllm.quant_config import QuadsConfig
+from quads.rollout.vllm.options import site_spec
+from quads.rollout.vllm.patches import load_experts_with
+from quads.rollout.vllm.state import EngineState
 
 SITE_OF_MEMBER = {member: site for site in EXPERT_SITES.values() for member in SITES[site].vllm_members}
 
@@ -32,9 +32,9 @@ SITE_OF_MEMBER = {member: site for site in EXPERT_SITES.values() for member in S
 class Experts(FusedMoEMethodBase):
     """The quantization method of an expert layer, at any precision."""
 
-    def __init__(self, config: "QuadsConfig", moe: Any) -> None:
+    def __init__(self, state: EngineState, moe: Any) -> None:
         super().__init__(moe)
-        self.config = config
+        self.state = state
 
     def create_weights(
         self,
@@ -55,21 +55,21 @@ class Experts(FusedMoEMethodBase):
         layer.quads_sites = {}
         for site_name, (num_rows, num_columns, parts) in geometry.items():
             name, shape = f"{layer.layer_name}.{site_name}_weight", (num_experts, num_rows, num_columns)
-            spec = self.config.options.site("experts", site_name)
-            site = self.config.make_site(name, spec, shape, parts, params_dtype)
+            spec = site_spec(self.state.spec, "experts", site_name)
+            site = self.state.make_site(name, spec, shape, parts, params_dtype)
             for suffix, param in site.parameters().items():
                 layer.register_parameter(f"{site_name}_weight{suffix}", param)
             for suffix, buffer in site.buffers().items():
                 layer.register_buffer(f"{site_name}_weight{suffix}", buffer, persistent=False)
             getattr(layer, f"{site_name}_weight").weight_loader = MethodType(_load_expert, layer)
             layer.quads_sites[site_name] = site
-            self.config.ledger.expect(name, ((shard, e) for e in range(num_experts) for shard in parts))
-        self.config.quantize_ahead(layer.layer_name, layer.quads_sites["w13"])
-        layer.register_buffer("quads_live", self.config.live_mask(), persistent=False)
-        layer.load_weights = MethodType(_load_weights, layer)
+            self.state.ledger.expect(name, ((shard, e) for e in range(num_experts) for shard in parts))
+        self.state.start_ahead(layer.layer_name, layer.quads_sites["w13"])
+        layer.register_buffer("quads_live", self.state.live_mask(), persistent=False)
+        load_experts_with(layer, _load_weights)
 
     def process_weights_after_loading(self, layer: nn.Module) -> None:
-        self.config.check_loaded(layer.layer_name)
+        self.state.check_loaded(layer.layer_name)
 
     def get_fused_moe_quant_config(self, layer: nn.Module) -> None:
         return None
@@ -99,14 +99,14 @@ def _load_expert(
 ) -> bool:
     """The weight loader, in the form vLLM's expert layers call it: one matrix of one expert."""
     site = layer.quads_sites[SITE_OF_MEMBER[shard_id]]
-    layer.quant_method.config.ledger.record(site.name, ((shard_id, expert_id),))
+    layer.quant_method.state.ledger.record(site.name, ((shard_id, expert_id),), loaded_weight)
     site.loader.add(shard_id, loaded_weight, expert_id)
     return True
 
 
 def _load_weights(layer: nn.Module, weights: Iterable[tuple[str, Tensor]]) -> Iterator[str]:
     """Takes tensors that hold all experts in one go; leaves those of one expert to vLLM, which knows their names."""
-    ledger = layer.quant_method.config.ledger
+    ledger = layer.quant_method.state.ledger
     for name, tensor in weights:
         site_name = EXPERT_SITES.get(name.removesuffix(".weight"))
         if site_name is None or tensor.dim() != 3:
@@ -116,8 +116,7 @@ def _load_weights(layer: nn.Module, weights: Iterable[tuple[str, Tensor]]) -> It
             yield from loaded
             continue
         site = layer.quads_sites[site_name]
-        ledger.record(site.name, ((shard, e) for e in range(tensor.shape[0]) for shard in site.parts))
-        ledger.found(tensor)
+        ledger.record(site.name, ((shard, e) for e in range(tensor.shape[0]) for shard in site.parts), tensor)
         height = tensor.shape[1] // len(site.parts)
         parts = [replace(part, row=part.row + i * height) for i, part in enumerate(site.parts.values())]
         site.loader.add_fused(tensor, parts)

@@ -3,9 +3,9 @@
 `vllm.LLM` assumes that the process is its own. It reseeds the global random generators, draws from them while
 sampling (also when every request has a seed), replaces `torch.set_num_threads`, overwrites LOCAL_WORLD_SIZE, and
 destroys the default process group on shutdown. `guest` gives all of that back; `close` shuts an engine down and leaves
-the trainer's process groups alive. It takes the GPU for its own, too: `others_on_the_gpu`. It also hides all objects of
-the process from the garbage collector; that stays until the engine closes, as vLLM collects garbage each time it falls
-asleep, and a look at the 750,000 objects there takes a third of a second.
+the trainer's process groups alive. It also hides all objects of the process from the garbage collector; that stays
+until the engine closes, as vLLM collects garbage each time it falls asleep, and a look at the 750,000 objects there
+takes a third of a second. For what has to be replaced inside vLLM for this see patches.py.
 
 vLLM's own groups must be made over the trainer's default group, so that group has to exist before the engine does.
 """
@@ -18,12 +18,14 @@ import os
 import random
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
+
+from quads.rollout.vllm.patches import destroy_own_groups, keeping_default_group
 
 KEPT_VARIABLES = ("LOCAL_WORLD_SIZE", "LD_PRELOAD", "TORCHINDUCTOR_COMPILE_THREADS")
 
@@ -63,26 +65,6 @@ def guest() -> Iterator[None]:
                 os.environ[name] = value
 
 
-@contextmanager
-def others_on_the_gpu() -> Iterator[None]:
-    """Around `LLM.sleep`: vLLM asserts, when all is done, that free memory grew. Another process that takes memory of
-    the same GPU meanwhile would end this one; here what was free once counts as free.
-    """
-    measure, most = torch.accelerator.get_memory_info, 0
-
-    def most_free(*arguments: Any) -> tuple[int, int]:
-        nonlocal most
-        free, total = measure(*arguments)
-        most = max(most, free)
-        return most, total
-
-    torch.accelerator.get_memory_info = most_free
-    try:
-        yield
-    finally:
-        torch.accelerator.get_memory_info = measure
-
-
 def make_group_of_one(device: torch.device) -> None:
     """The default process group of a trainer that is alone, before vLLM makes one.
 
@@ -100,18 +82,11 @@ def close(llm: Any, keep_default_group: bool) -> None:
     keep_default_group: the default process group was the trainer's before the engine came: only vLLM's groups are
     destroyed. Groups are shared by all ranks, so all ranks close together.
     """
-    import vllm.v1.engine.core as core
-
     client = llm.llm_engine.engine_core
     if finalizer := getattr(client, "_finalizer", None):  # newer versions shut down again when the client is collected
         finalizer.detach()
-    cleanup = core.cleanup_dist_env_and_memory
-    if keep_default_group:
-        core.cleanup_dist_env_and_memory = _forget_own_groups
-    try:
+    with keeping_default_group() if keep_default_group else nullcontext():
         client.engine_core.shutdown()
-    finally:
-        core.cleanup_dist_env_and_memory = cleanup
 
 
 def abandon(keep_default_group: bool) -> None:
@@ -119,7 +94,7 @@ def abandon(keep_default_group: bool) -> None:
     from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 
     if keep_default_group:
-        _forget_own_groups()
+        destroy_own_groups()
     else:
         cleanup_dist_env_and_memory()
 
@@ -129,16 +104,3 @@ def free_memory() -> None:
     gc.collect()
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()
-
-
-def _forget_own_groups(*_: Any, **__: Any) -> None:
-    """`cleanup_dist_env_and_memory` without its last step, which would destroy the default group."""
-    from vllm.distributed import parallel_state
-
-    gc.unfreeze()
-    parallel_state.destroy_model_parallel()
-    world = parallel_state._WORLD
-    if world is not None:
-        world.destroy()
-    parallel_state._WORLD = None
-    parallel_state._NODE_COUNT = None

@@ -15,7 +15,7 @@ Shapes: T tokens, N rows, K columns.
 
 from collections.abc import Iterable, Iterator
 from types import MethodType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -34,9 +34,7 @@ from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 from quads.errors import UserError
 from quads.quant.linear import SiteSpec
 from quads.rollout.vllm.loading import Member, Part
-
-if TYPE_CHECKING:
-    from quads.rollout.vllm.quant_config import QuadsConfig
+from quads.rollout.vllm.state import EngineState
 
 WHOLE = "whole"  # the one member of a layer that holds a single matrix
 
@@ -56,14 +54,14 @@ class Router(PlainLinear):
     experts' activations are then quantized beside it. Where Dynamo traces the router (Mixtral), it is a plain layer.
     """
 
-    def __init__(self, config: "QuadsConfig", experts: str) -> None:
+    def __init__(self, state: EngineState, experts: str) -> None:
         """experts: name of the layer that the router is for."""
         super().__init__()
-        self.config, self.experts = config, experts
+        self.state, self.experts = state, experts
 
     def apply(self, layer: nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
         if x.is_cuda and not torch.compiler.is_compiling():
-            self.config.start_experts(self.experts, x)
+            self.state.router_runs(self.experts, x)
         return super().apply(layer, x, bias)
 
 
@@ -80,8 +78,8 @@ class PlainEmbedding(UnquantizedEmbeddingMethod):
 class PackedLinear(LinearMethodBase):
     """A linear layer with 4-bit weights, 4-bit activations, or both."""
 
-    def __init__(self, config: "QuadsConfig", spec: SiteSpec) -> None:
-        self.config, self.spec = config, spec
+    def __init__(self, state: EngineState, spec: SiteSpec) -> None:
+        self.state, self.spec = state, spec
 
     def create_weights(
         self,
@@ -96,18 +94,18 @@ class PackedLinear(LinearMethodBase):
         name = f"{layer.prefix}.weight"
         parts = linear_parts(layer, output_partition_sizes, input_size_per_partition)
         shape = sum(output_partition_sizes), input_size_per_partition
-        layer.quads_site = self.config.make_site(name, self.spec, shape, parts, params_dtype)
+        layer.quads_site = self.state.make_site(name, self.spec, shape, parts, params_dtype)
         for suffix, param in layer.quads_site.parameters().items():
             layer.register_parameter("weight" + suffix, param)
         for suffix, buffer in layer.quads_site.buffers().items():
             layer.register_buffer("weight" + suffix, buffer, persistent=False)
-        layer.register_buffer("quads_live", self.config.live_mask(), persistent=False)
+        layer.register_buffer("quads_live", self.state.live_mask(), persistent=False)
         layer.weight.weight_loader = MethodType(_load_weight, layer)
         layer.load_weights = MethodType(_load_weights, layer)
-        self.config.ledger.expect(name, parts)
+        self.state.ledger.expect(name, parts)
 
     def process_weights_after_loading(self, layer: nn.Module) -> None:
-        self.config.check_loaded(layer.prefix)
+        self.state.check_loaded(layer.prefix)
 
     def apply(self, layer: nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
         x_TK = x.reshape(-1, x.shape[-1])
@@ -140,9 +138,7 @@ def _load_weight(layer: nn.Module, param: nn.Parameter, tensor: Tensor, member: 
                 f"{name}: the checkpoint fuses {', '.join(map(str, site.parts))} in one matrix; ship them apart"
             )
         member = WHOLE
-    ledger = layer.quant_method.config.ledger
-    ledger.record(name, (member,))
-    ledger.found(tensor)
+    layer.quant_method.state.ledger.record(name, (member,), tensor)
     site.loader.add(member, tensor)
 
 

@@ -1,17 +1,23 @@
-"""How checkpoint tensors get into the weights of a vLLM layer.
+"""How checkpoint tensors get into the weights of a vLLM layer, and how it is known that all have come.
 
 Matrices that share a global scale (q, k, v; gate and up of an expert) sit one below the other in one packed matrix.
 They can arrive in any order, as full-precision tensors or packed: a group waits until it is complete and is written
 at once, so at most one layer's matrices are held back. Under tensor parallelism every rank sees whole tensors: the
 scale comes from the whole group, what is stored is the rank's part.
 
+vLLM does not check that a quantized model is complete: a tensor that is missing from a refit simply stays what it
+was. So every parameter announces the pieces it is made of to a ledger (`q`, `k` and `v` of a fused projection; `w1` of
+expert 3; None for a parameter that is loaded whole), every loader reports the piece it has written, and the end of a
+refit compares the two. A tensor that vLLM drops, because it does not know the name, never reaches a loader: each
+tensor carries its name into vLLM, and a name that no loader reports is left over at the end.
+
 Shapes: e experts (1 for a linear layer), N rows, K columns.
 """
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -21,6 +27,9 @@ from quads.quant import nvfp4
 from quads.quant.tensor import NVFP4Tensor
 
 Member = str | int  # "q", "w1", shard number, ...
+Piece = Any  # "q" | "k" | "v" | shard number | ("w1" | "w2" | "w3", expert) | None
+SHOWN = 8  # names spelled out in an error
+NAME = "quads_checkpoint_name"  # the attribute under which a tensor carries its name through vLLM
 
 
 @dataclass(frozen=True)
@@ -166,3 +175,72 @@ class PlainLoader:
 
     def forget(self) -> None:
         """Nothing waits here."""
+
+
+class LoadLedger:
+    """One per engine. `expect` while the model is built; `begin`, `record`..., `finish` once per refit."""
+
+    def __init__(self) -> None:
+        self._expected: dict[str, tuple[Piece, ...]] = {}
+        self._loaded: dict[str, set[Piece]] = {}
+        self._pending: set[str] = set()
+        self.latest = ""  # the checkpoint tensor handed out last
+
+    def expect(self, parameter: str, pieces: Iterable[Piece] = (None,)) -> None:
+        """`parameter` (vLLM's name) is complete when all of `pieces` have been recorded."""
+        self._expected[parameter] = tuple(pieces)
+
+    def begin(self) -> None:
+        """Forget what was counted: a new refit starts."""
+        self._loaded.clear()
+        self._pending.clear()
+
+    def watch(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """Passes checkpoint (name, tensor) pairs on and remembers their names until a loader has seen them."""
+        for name, tensor in weights:
+            self._pending.add(name)
+            self.latest = name
+            tensor = tensor.detach()  # a fresh object: vLLM and the next line set attributes on it
+            setattr(tensor, NAME, name)
+            yield name, tensor
+
+    def found(self, tensor: Tensor) -> None:
+        """A tensor that `watch` passed on has reached a loader. For a tensor that it did not pass on, nothing."""
+        self._pending.discard(getattr(tensor, NAME, ""))
+
+    def record(self, parameter: str, pieces: Iterable[Piece], source: Tensor) -> None:
+        """`pieces` of `parameter` are being written from the checkpoint tensor `source`, or from a part of it."""
+        self.found(source)
+        seen = self._loaded.setdefault(parameter, set())
+        for piece in pieces:
+            if piece in seen:
+                which = "" if piece is None else f" ({piece})"
+                raise UserError(f"{parameter}{which} was loaded twice in one refit; ship every tensor once")
+            seen.add(piece)
+
+    def missing(self, prefix: str = "") -> list[str]:
+        """Pieces not recorded since `begin`, of the parameters whose name starts with `prefix`."""
+        return [
+            parameter if piece is None else f"{parameter} ({piece})"
+            for parameter, pieces in self._expected.items()
+            if parameter.startswith(prefix)
+            for piece in pieces
+            if piece not in self._loaded.get(parameter, ())
+        ]
+
+    def finish(self, skipped: Iterable[str] = ()) -> None:
+        """Raises UserError unless every piece was loaded and every watched tensor found a place.
+
+        skipped: names that may be left out, such as an lm_head that is tied to the embedding.
+        """
+        unknown = sorted(self._pending - set(skipped))
+        if unknown:
+            raise UserError(f"the model has no place for {_listed(unknown)}; the weights are of another model")
+        missing = self.missing()
+        if missing:
+            raise UserError(f"the refit did not bring {_listed(missing)}; every refit must ship the whole model")
+
+
+def _listed(names: list[str]) -> str:
+    rest = len(names) - SHOWN
+    return ", ".join(names[:SHOWN]) + (f" and {rest} more" if rest > 0 else "")

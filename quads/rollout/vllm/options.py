@@ -1,91 +1,81 @@
-"""What the vLLM quantization method `quads` can be told, and which layers of a vLLM model each option is about.
+"""What the vLLM quantization method `quads` can be told: the part of [quant] that a rollout needs, in vLLM's form.
 
 The options travel as the dictionary `quantization_config` of a Hugging Face config: in the checkpoint's config.json,
 or through `LLM(..., hf_overrides={"quantization_config": {"quant_method": "quads", "precision": "w4a4", ...}})`.
-Without one the defaults hold.
+Without one the defaults hold: the rollout of the recipe `quads`, in every linear layer that vLLM has a site for.
+
+Inside they are a `QuantSpec`, checked as the [quant] section is checked. Its `targets` know one word more here: `mlp`
+are the feed-forward layers that are not routed, dense ones and shared experts, whose inputs are the sites w13 and w2.
 """
 
-from dataclasses import asdict, dataclass, fields
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import Any
 
+from quads.config.sections import QuantSettings
+from quads.config.values import check_table
 from quads.errors import UserError
 from quads.quant.linear import SiteSpec
-from quads.quant.nvfp4 import GlobalScaleMode
-from quads.quant.residual import Selection
-from quads.quant.sites import SITES
-
-if TYPE_CHECKING:
-    from quads.quant.recipes import QuantSpec
+from quads.quant.recipes import RECIPES, QuantSpec, resolve
+from quads.quant.sites import SITES, TARGETS
 
 METHOD = "quads"
-CHOICES = {
-    "precision": ("bf16", "w4a16", "w16a4", "w4a4", "w4a4_residual"),
-    "targets": ("experts", "attention", "mlp"),
-    "residual_sites": ("w13", "w2", "qkv", "o"),
-    "residual_selection": ("batch", "block", "token"),
-    "global_scale": ("pow2", "amax"),
+MLP = "mlp"
+
+# The key in a quantization_config -> the key of [quant] that says the same.
+KEYS = {
+    "precision": "rollout",
+    "targets": "targets",
+    "residual_sites": "residual_sites",
+    "residual_ratio": "residual_ratio",
+    "residual_selection": "residual_selection",
+    "global_scale": "global_scale",
 }
 
 # The last part of a vLLM module name -> (target, site). Every other layer stays in the model's dtype.
 # Routed experts are no linear layers there: one with the name of theirs is of a dense feed-forward layer.
 LINEAR_SITES = {
-    site.vllm_layer: (site.target if site.target == "attention" else "mlp", name) for name, site in SITES.items()
+    site.vllm_layer: (site.target if site.target == "attention" else MLP, name) for name, site in SITES.items()
 }
 
 
-@dataclass(frozen=True)
-class PluginOptions:
-    """The options with their defaults; `mlp` are the feed-forward layers that are not routed: dense ones and shared
-    experts.
+def read_options(raw: dict[str, Any]) -> QuantSpec:
+    """The spec that a `quantization_config` asks for; only its rollout half means anything. {}: the defaults.
 
-    Example: `PluginOptions(precision="w4a16", targets=("experts",))`
+    Raises UserError for an unknown key or value, and for fp8, which is vLLM's own.
     """
+    given = {key: value for key, value in raw.items() if key != "quant_method"}
+    if unknown := sorted(given.keys() - KEYS.keys()):
+        raise UserError(f"quantization_config: unknown {', '.join(unknown)}; known: {', '.join(sorted(KEYS))}")
+    _, _, precision = RECIPES["quads"]
+    table = {"rollout": precision, "targets": [*TARGETS, MLP], **{KEYS[key]: value for key, value in given.items()}}
+    targets = table["targets"]
+    if isinstance(targets, list | tuple):  # to [quant], dense layers are what experts are
+        table["targets"] = list(dict.fromkeys("experts" if target == MLP else target for target in targets))
+    try:
+        spec = resolve(check_table(QuantSettings, "[quant]", {"recipe": "bf16", **table}))
+    except UserError as error:
+        reason = str(error).replace("[quant] rollout", "precision").replace("[quant] ", "")
+        raise UserError(f"quantization_config: {reason}") from None
+    if spec.rollout == "fp8":
+        raise UserError("quantization 'quads' has no fp8; vLLM has its own: quantization='fp8'")
+    return replace(spec, targets=tuple(targets))
 
-    precision: str = "w4a4_residual"
-    targets: tuple[str, ...] = ("experts", "attention", "mlp")
-    residual_sites: tuple[str, ...] = ("w13",)
-    residual_ratio: float = 0.5
-    residual_selection: Selection = "batch"
-    global_scale: GlobalScaleMode = "pow2"
 
-    def __post_init__(self) -> None:
-        if self.precision == "fp8":
-            raise UserError("quantization 'quads' has no fp8; vLLM has its own: quantization='fp8'")
-        for key, allowed in CHOICES.items():
-            value = getattr(self, key)
-            for word in value if isinstance(value, tuple) else (value,):
-                if word not in allowed:
-                    raise UserError(f"quantization_config: {key} = {word!r} is not one of {', '.join(allowed)}")
-        if not 0 <= self.residual_ratio <= 1:
-            raise UserError(f"quantization_config: residual_ratio = {self.residual_ratio} must lie in [0, 1]")
+def write_options(spec: QuantSpec) -> dict[str, Any]:
+    """The `quantization_config` that makes vLLM's layers multiply as `spec` says a rollout does; JSON holds it."""
+    return {
+        "quant_method": METHOD,
+        "precision": spec.rollout,
+        "targets": list(spec.targets),
+        "residual_sites": list(spec.residual_sites),
+        "residual_ratio": spec.ratio,
+        "residual_selection": spec.selection,
+        "global_scale": spec.global_scale,
+    }
 
-    @classmethod
-    def from_dict(cls, raw: dict[str, Any]) -> "PluginOptions":
-        """From a `quantization_config`. Raises UserError for an unknown key or value."""
-        known = {field.name for field in fields(cls)}
-        given = {key: value for key, value in raw.items() if key != "quant_method"}
-        if unknown := sorted(given.keys() - known):
-            raise UserError(f"quantization_config: unknown {', '.join(unknown)}; known: {', '.join(sorted(known))}")
-        return cls(**{key: tuple(value) if isinstance(value, list) else value for key, value in given.items()})
 
-    @classmethod
-    def of(cls, spec: "QuantSpec") -> "PluginOptions":
-        """The options that make vLLM's layers multiply as `spec` says a rollout does. Raises UserError for fp8."""
-        if spec.rollout == "fp8":
-            raise UserError(
-                "engine = 'vllm' has no fp8 that matches the learner's; use rollout.engine = 'native' or another "
-                "quant.rollout"
-            )
-        return cls(spec.rollout, spec.targets, spec.residual_sites, spec.ratio, spec.selection, spec.global_scale)
-
-    def to_dict(self) -> dict[str, Any]:
-        """The `quantization_config` that `from_dict` reads."""
-        raw = {key: list(value) if isinstance(value, tuple) else value for key, value in asdict(self).items()}
-        return {"quant_method": METHOD, **raw}
-
-    def site(self, target: str, site: str) -> SiteSpec:
-        """What happens at one matrix input: precision "bf16" outside the targets, a residual only at residual_sites."""
-        precision = self.precision if target in self.targets else "bf16"
-        if precision == "w4a4_residual" and site not in self.residual_sites:
-            precision = "w4a4"
-        return SiteSpec(precision, self.residual_ratio, self.residual_selection, self.global_scale)
+def site_spec(spec: QuantSpec, target: str, site: str) -> SiteSpec:
+    """What happens at one matrix input of a layer of `target` ("experts", "attention", "mlp"; "" is none of them)."""
+    if target == MLP:
+        spec = replace(spec, targets=("experts",) if MLP in spec.targets else ())
+    return SiteSpec.of(spec, site)

@@ -21,8 +21,8 @@ from quads.quant.sites import SITES
 from quads.quant.tensor import NVFP4Tensor
 from quads.rollout.sync import checksum
 from quads.rollout.vllm.groups import assemble, assemble_rows
-from quads.rollout.vllm.ledger import LoadLedger, Piece
 from quads.rollout.vllm.linear import linear_parts
+from quads.rollout.vllm.loading import LoadLedger, Piece
 from quads.rollout.vllm.site import Site
 
 
@@ -43,8 +43,7 @@ def track_plain_parameters(model: nn.Module, ledger: LoadLedger) -> None:
 
 def _recorded(loader: Any, name: str, pieces: tuple[Piece, ...], ledger: LoadLedger) -> Any:
     def load(param: nn.Parameter, tensor: Tensor, *shard: Any) -> Any:
-        ledger.record(name, shard if shard and shard[0] is not None else pieces)
-        ledger.found(tensor)
+        ledger.record(name, shard if shard and shard[0] is not None else pieces, tensor)
         return loader(param, tensor, *shard)
 
     return load

@@ -197,25 +197,17 @@ def _idle(processor: Any) -> bool:
     return False
 
 
-def install_sampler() -> None:
-    """Make vLLM's V1 sampler draw as above on a GPU where a batch asks for nothing else. Idempotent."""
+def can_draw(logits_BV: Tensor, metadata: Any) -> bool:
+    """Whether `sample` serves a batch: on a GPU (or interpreted), with nothing asked for but a temperature."""
+    return (logits_BV.is_cuda or not compiled()) and only_temperature(metadata)
+
+
+def sample(logits_BV: Tensor, metadata: Any) -> Any:
+    """vLLM's SamplerOutput for a batch for which `can_draw` holds."""
     from vllm.v1.outputs import LogprobsTensors, SamplerOutput
-    from vllm.v1.sample.sampler import Sampler
 
-    original = Sampler.forward
-    if getattr(original, "draws_from_logits", False):
-        return
-
-    def forward(self: Any, logits: Tensor, sampling_metadata: Any, *options: Any, **named: Any) -> Any:
-        plain = not any(options) and not any(named.values()) and self.logprobs_mode == "processed_logprobs"
-        on_gpu = logits.is_cuda or not compiled()
-        if not (plain and on_gpu and only_temperature(sampling_metadata)):
-            return original(self, logits, sampling_metadata, *options, **named)
-        numbers_B = batch_uniforms(len(logits), sampling_metadata.generators, logits.device)
-        tokens_B, logprobs_B, ranks_B = draw(logits, sampling_metadata.temperature, numbers_B)
-        tokens_B1, wanted = tokens_B.unsqueeze(-1), sampling_metadata.max_num_logprobs is not None
-        logprobs = LogprobsTensors(tokens_B1, logprobs_B.unsqueeze(-1), ranks_B) if wanted else None
-        return SamplerOutput(sampled_token_ids=tokens_B1, logprobs_tensors=logprobs)
-
-    forward.draws_from_logits = True  # pyright: ignore[reportFunctionMemberAccess]
-    Sampler.forward = forward
+    numbers_B = batch_uniforms(len(logits_BV), metadata.generators, logits_BV.device)
+    tokens_B, logprobs_B, ranks_B = draw(logits_BV, metadata.temperature, numbers_B)
+    tokens_B1, wanted = tokens_B.unsqueeze(-1), metadata.max_num_logprobs is not None
+    logprobs = LogprobsTensors(tokens_B1, logprobs_B.unsqueeze(-1), ranks_B) if wanted else None
+    return SamplerOutput(sampled_token_ids=tokens_B1, logprobs_tensors=logprobs)

@@ -1,6 +1,6 @@
 """One matmul of a vLLM layer under `quads`, in plain torch: weights at fixed addresses, loaded in place, any precision.
 
-The arithmetic is that of the native engine's reference path (quads.quant.linear). On a GPU `vllm_triton.TritonSite`
+The arithmetic is that of the native engine's reference path (quads.quant.linear). On a GPU `site_triton.TritonSite`
 takes this place where the kernels serve the precision.
 
 Shapes: E experts, N rows, K columns, T tokens, M the most tokens of any forward; a linear layer is [N, K].
@@ -38,6 +38,8 @@ class Site(Protocol):
     def checkpoint(self) -> Tensor: ...
 
     def forget(self) -> None: ...
+
+    def start(self, x_TH: Tensor, live_M: Tensor) -> None: ...
 
     def linear(self, x_TK: Tensor, live_M: Tensor) -> Tensor: ...
 
@@ -115,6 +117,9 @@ class ReferenceSite:
                 return wide
             self._wide = wide
         return self._wide
+
+    def start(self, x_TH: Tensor, live_M: Tensor) -> None:
+        """The input of `experts`, as soon as it is known. Nothing begins early here."""
 
     def linear(self, x_TK: Tensor, live_M: Tensor) -> Tensor:
         """The whole layer, [T, N]. The first T values of live_M belong to the rows."""

@@ -15,6 +15,8 @@ Shapes: E experts, N rows, K columns, T tokens, M the most tokens of any forward
 
 import copy
 import functools
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +30,18 @@ from quads.quant.triton.activations import Operand
 from quads.quant.triton.ops import KernelWeight
 from quads.rollout.vllm.loading import GroupLoader, Member, Part
 from quads.rollout.vllm.site import check_columns
+
+
+@dataclass(frozen=True)
+class Started:
+    """What the side stream makes of the router's input, until `experts` takes it."""
+
+    x_TH: Tensor
+    operand: Operand
+
+    def is_made_of(self, x_TH: Tensor) -> bool:
+        """vLLM hands the router's input on to the experts, but not always as the same tensor object."""
+        return (self.x_TH.data_ptr(), self.x_TH.shape) == (x_TH.data_ptr(), x_TH.shape)
 
 
 class TritonSite:
@@ -53,7 +67,7 @@ class TritonSite:
             setattr(self.weight, buffer, nn.Parameter(getattr(self.weight, buffer), requires_grad=False))
         self.loader = GroupLoader(name, parts, spec.global_scale, self)
         self._staged: tuple[NVFP4Tensor, set[int]] | None = None
-        self._ahead: tuple[Tensor, Operand] | None = None
+        self._started: Started | None = None
         if not hasattr(torch.ops.vllm, "quads_linear"):
             direct_register_custom_op("quads_linear", _linear, mutates_args=[], fake_impl=_linear_shape)
 
@@ -132,7 +146,7 @@ class TritonSite:
                 spec.selection,
                 live_M[: x_TH.shape[0]],  # pyright: ignore[reportArgumentType]
             )
-        self._ahead = x_TH, operand
+        self._started = Started(x_TH, operand)
 
     def _join(self, x_TH: Tensor) -> Operand | None:
         """What `start` made of x; None if it was not called, or with another tensor.
@@ -140,11 +154,11 @@ class TritonSite:
         The allocator may reuse the operand's memory on the side stream as soon as it is dropped: what comes there next
         waits for the current stream first.
         """
-        if self._ahead is None:
+        started, self._started = self._started, None
+        if started is None:
             return None
-        (x, operand), self._ahead = self._ahead, None
-        torch.cuda.current_stream(x.device).wait_stream(side_stream(x.device))
-        return operand if (x.data_ptr(), x.shape) == (x_TH.data_ptr(), x_TH.shape) else None
+        torch.cuda.current_stream(x_TH.device).wait_stream(side_stream(x_TH.device))
+        return started.operand if started.is_made_of(x_TH) else None
 
     def experts(self, w2: "TritonSite", x_TH: Tensor, ids_TA: Tensor, gates_TA: Tensor, live_M: Tensor) -> Tensor:
         """The whole layer, [T, H], called on w13. Rows that are not live give 0 and read no weights."""
@@ -189,22 +203,12 @@ def _linear(
     ratio: float,
     selection: str,
 ) -> Tensor:
+    """The custom op: torch reads its schema from these parameters."""
     weight = copy.copy(_shell(n, k, path))
     weight.words, weight.scales, weight.g = words, scales, g
     return kernels.linear(x_TK, weight, precision, ratio, selection, live_M[: x_TK.shape[0]])  # pyright: ignore[reportArgumentType]
 
 
-def _linear_shape(
-    x_TK: Tensor,
-    words: Tensor,
-    scales: Tensor,
-    g: Tensor,
-    live_M: Tensor,
-    n: int,
-    k: int,
-    path: str,
-    precision: str,
-    ratio: float,
-    selection: str,
-) -> Tensor:
+def _linear_shape(x_TK: Tensor, words: Tensor, scales: Tensor, g: Tensor, live_M: Tensor, n: int, *rest: Any) -> Tensor:
+    """The shape of what `_linear` gives for the same arguments."""
     return x_TK.new_empty(x_TK.shape[0], n)
