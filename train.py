@@ -103,7 +103,7 @@ def train_step(
         graded = grading.finish()
         rewards_PG, ungraded_PG = graded.rewards_PG, graded.ungraded_PG
         truncated_PG = torch.tensor([[c.finish_reason == "length" for c in group] for group in groups])
-        counted_PG = ~truncated_PG if rl.truncated == "mask" else torch.ones_like(truncated_PG)
+        counted_PG = ~(ungraded_PG | truncated_PG) if rl.truncated == "mask" else ~ungraded_PG
         advantages_PG, zero_spread_P = group_advantages(rewards_PG, rl.advantage, counted_PG)
 
     with log.timer("learn"):
@@ -124,7 +124,7 @@ def train_step(
         parts.sync(version=step)  # the version rises last: a completion always names the weights that drew it
 
     if cfg.log.samples_every and (step == 1 or step % cfg.log.samples_every == 0):
-        log.samples(step, parts.tokenizer.decode, examples[: cfg.log.samples], groups, rewards_PG)
+        log.samples(step, parts.tokenizer.decode, examples[: cfg.log.samples], groups, graded.shown())
     lengths_PG = torch.tensor([[float(len(c.token_ids)) for c in group] for group in groups])
     packed = rl.epochs * [length for minibatch, _ in minibatches for mb in minibatch for length in mb.lengths]
     counted = world.gather_objects((sum(packed), train_flops(parts.model_config, packed)))
@@ -133,8 +133,8 @@ def train_step(
     by_rank = world.gather_objects((rewards_PG, ungraded_PG, lengths_PG, truncated_PG, zero_spread_P))
     rewards_PG, ungraded_PG, lengths_PG, truncated_PG, zero_spread_P = map(torch.cat, zip(*by_rank, strict=True))
     metrics = {
-        "reward/mean": float(rewards_PG.mean()),
-        "reward/std": float(rewards_PG.std()),
+        "reward/mean": float(rewards_PG[~ungraded_PG].mean()),  # no verdict is not 0
+        "reward/std": float(rewards_PG[~ungraded_PG].std()),
         "reward/ungraded": int(ungraded_PG.sum()),
         **part_means(world.gather_objects(graded.parts)),
         "response/length_mean": float(lengths_PG.mean()),

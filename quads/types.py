@@ -56,7 +56,7 @@ class Verdict:
 
     reward: float
     seconds: float
-    failed: bool = False  # the grader ran out of time or died, and gave no verdict: reward 0
+    failed: bool = False  # the grader ran out of time or died, and gave no verdict
     parts: dict[str, float] = field(default_factory=dict)  # of several weighted rewards: each one's own, in their order
 
     @property

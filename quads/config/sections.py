@@ -180,7 +180,7 @@ class RewardSettings:
 
     workers: int = key(0, "processes of each kind; 0: one for each CPU core, at most 64", low=0)
     judge_time_s: float = key(
-        5.0, "seconds to judge one answer (math, task, functions); then the process is killed, reward 0", above=0.0
+        5.0, "seconds to judge one answer (math, task, functions); then the process is killed: no verdict", above=0.0
     )
     sandbox: Literal["auto", "namespaces", "bubblewrap", "landlock", "none"] = key(
         "auto", "isolation of generated programs: auto takes the first that works; none runs them with limits only"

@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -53,12 +53,13 @@ class JudgedPrompt:
     right: list[bool]  # score 1 or more; of several weighted rewards the first one's
     lengths: list[int]  # tokens
     truncated: list[bool]
-    ungraded: list[bool]  # the grader hung or died: score 0
+    ungraded: list[bool]  # the grader hung or died: no verdict, which is not a wrong one
 
 
 @dataclass(frozen=True)
 class EvalResult:
-    """One source's scores. Rates are fractions, lengths are tokens."""
+    """One source's scores. Rates are fractions, lengths are tokens. Responses without a verdict are left out of scores,
+    and a prompt that has no other is left out of their means."""
 
     source: str
     prompts: int
@@ -69,8 +70,8 @@ class EvalResult:
     pass_at_k: dict[int, float]  # k -> probability that one of k samples is right, unbiased
     truncated_frac: float
     length_mean: float
-    ungraded: int  # responses whose grader hung or died, scored 0
-    pass_at_1_prompts: list[float]  # of each prompt, in the order of the test set
+    ungraded: int  # responses whose grader hung or died
+    pass_at_1_prompts: list[float]  # of each prompt, in the order of the test set; NaN for one without any verdict
 
 
 def pass_at_k(num_samples: int, num_right: int, k: int) -> float:
@@ -125,37 +126,47 @@ def evaluate(
 def _summarize(source: str, judged: list[JudgedPrompt]) -> EvalResult:
     scores_PS = torch.tensor([prompt.scores for prompt in judged])
     num_prompts, num_samples = scores_PS.shape
-    right_PS = torch.tensor([prompt.right for prompt in judged])
-    per_prompt_P = right_PS.double().mean(dim=1)
-    right_P = right_PS.sum(dim=1).tolist()
-    ks = [k for k in (1, 2, 4, 8, 16, 32, 64) if k <= num_samples]
+    graded_PS = ~torch.tensor([prompt.ungraded for prompt in judged])
+    right_PS = torch.tensor([prompt.right for prompt in judged]) & graded_PS
+    num_graded_P, num_right_P = graded_PS.sum(dim=1), right_PS.sum(dim=1)
+    per_prompt_P = num_right_P.double() / num_graded_P  # 0 / 0 is NaN
+    counts = list(zip(num_graded_P.tolist(), num_right_P.tolist(), strict=True))
+    at_k = {
+        k: [pass_at_k(graded, right, k) for graded, right in counts if graded >= k]
+        for k in (1, 2, 4, 8, 16, 32, 64)
+        if k <= num_samples
+    }
     return EvalResult(
         source=source,
         prompts=num_prompts,
         samples=num_samples,
-        pass_at_1=float(per_prompt_P.mean()),
+        pass_at_1=float(per_prompt_P[num_graded_P > 0].mean()),
         standard_error=standard_error(per_prompt_P.tolist()),
-        score_mean=float(scores_PS.mean()),
-        pass_at_k={k: sum(pass_at_k(num_samples, c, k) for c in right_P) / num_prompts for k in ks},
+        score_mean=float(scores_PS[graded_PS].mean()),
+        pass_at_k={k: sum(values) / len(values) for k, values in at_k.items() if values},
         truncated_frac=sum(sum(prompt.truncated) for prompt in judged) / scores_PS.numel(),
         length_mean=sum(sum(prompt.lengths) for prompt in judged) / scores_PS.numel(),
-        ungraded=sum(sum(prompt.ungraded) for prompt in judged),
+        ungraded=int((~graded_PS).sum()),
         pass_at_1_prompts=per_prompt_P.tolist(),
     )
 
 
 def standard_error(values: Sequence[float]) -> float:
-    """Of the mean of independent values, such as one a prompt; NaN for a single one."""
-    return statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.nan
+    """Of the mean of independent values, such as one a prompt; NaN for a single one. NaN values are left out."""
+    known = [value for value in values if not math.isnan(value)]
+    return statistics.stdev(known) / math.sqrt(len(known)) if len(known) > 1 else math.nan
 
 
 def eval_metrics(results: Sequence[EvalResult]) -> dict[str, float]:
     """Metrics of a training step: `eval/pass@1` over all prompts, and each source's when there are several."""
     prompts = sum(r.prompts for r in results)
+    graded = {r.source: sum(not math.isnan(value) for value in r.pass_at_1_prompts) for r in results}
+    right = sum(r.pass_at_1 * graded[r.source] for r in results if graded[r.source])
     metrics = {
-        "eval/pass@1": sum(r.pass_at_1 * r.prompts for r in results) / prompts,
+        "eval/pass@1": right / sum(graded.values()) if any(graded.values()) else math.nan,
         "eval/truncated_frac": sum(r.truncated_frac * r.prompts for r in results) / prompts,
         "eval/length_mean": sum(r.length_mean * r.prompts for r in results) / prompts,
+        "eval/ungraded": sum(r.ungraded for r in results),
     }
     if len(results) > 1:
         metrics |= {f"eval/{r.source}/pass@1": r.pass_at_1 for r in results}
@@ -171,7 +182,7 @@ def format_table(results: Sequence[EvalResult]) -> str:
         counts = f"{r.source:<24} {r.prompts:>7} {r.samples:>7}"
         lines.append(f"{counts} {score:>16} {r.truncated_frac:>9.3f} {r.length_mean:>8.1f}  {ks}")
         if r.ungraded:
-            lines.append(f"  {r.ungraded} responses got no verdict (their grader hung or died) and count as wrong")
+            lines.append(f"  {r.ungraded} responses got no verdict (their grader hung or died) and are left out")
     return "\n".join(lines)
 
 
@@ -190,7 +201,7 @@ def format_side_by_side(results: dict[str, list[EvalResult]]) -> str:
         base_P = torch.tensor(rows[0].pass_at_1_prompts)
         for r in rows[1:]:
             difference_P = torch.tensor(r.pass_at_1_prompts) - base_P
-            cells.append(f"{f'{float(difference_P.mean()):+.4f} ± {standard_error(difference_P.tolist()):.4f}':>24}")
+            cells.append(f"{f'{float(difference_P.nanmean()):+.4f} ± {standard_error(difference_P.tolist()):.4f}':>24}")
         lines.append(" ".join([f"{rows[0].source:<24} {rows[0].prompts:>7} {rows[0].samples:>7}", *cells]))
     return "\n".join(lines)
 
@@ -258,7 +269,13 @@ def judge_apart(argv: list[str], checkpoint: str, number: int) -> list[dict[str,
 
 def _results(rows: list[dict[str, Any]], rollout: str) -> list[EvalResult]:
     names = [field.name for field in fields(EvalResult)]
-    return [EvalResult(**{name: row[name] for name in names}) for row in rows if row["rollout"] == rollout]
+    results = [EvalResult(**{name: row[name] for name in names}) for row in rows if row["rollout"] == rollout]
+    # JSON has null for the NaN of a prompt, or of a source, without any verdict.
+    nan = lambda value: math.nan if value is None else value  # noqa: E731
+    return [
+        replace(r, pass_at_1=nan(r.pass_at_1), pass_at_1_prompts=[nan(value) for value in r.pass_at_1_prompts])
+        for r in results
+    ]
 
 
 if __name__ == "__main__":

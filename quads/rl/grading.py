@@ -28,9 +28,13 @@ class Graded:
     """What became of the responses of one rollout; tensors are [prompts, group size]."""
 
     rewards_PG: Tensor  # fp32; 0 where there is no verdict, and for a response that was cut and is not graded
-    ungraded_PG: Tensor  # bool, the grader hung or died: no verdict
+    ungraded_PG: Tensor  # bool, the grader hung or died: no verdict, and no part in means, groups and updates
     correctness_PG: Tensor  # fp32, of the first of a source's weighted rewards: what pass@1 asks. Else the reward
     parts: dict[str, list[float]]  # each weighted reward by name: its own values, of the responses that it graded
+
+    def shown(self) -> Tensor:
+        """The rewards for people, [prompts, group size]: NaN where there is no verdict."""
+        return self.rewards_PG.masked_fill(self.ungraded_PG, math.nan)
 
 
 class Grading:

@@ -63,10 +63,18 @@ def test_scores_per_source_with_standard_error():
     assert "@2 0.667" in format_table([a, b])
 
 
-def test_a_response_without_a_verdict_is_wrong_and_said():
-    a, b = run([1] * 8, ungraded=(0, 3))
-    assert (a.pass_at_1, a.ungraded, b.ungraded) == (pytest.approx(4 / 6), 2, 0)
+def test_a_response_without_a_verdict_is_left_out_and_said():
+    a, b = run([1, 0, 0, 1, 0, 0.5, 1, 1], ungraded=(0, 3, 6, 7))  # prompts of a: -0, 0-, 0 and a half; b: none
+    assert (a.pass_at_1, a.ungraded, b.ungraded) == (0.0, 2, 2)
+    assert a.score_mean == 0.125 and a.pass_at_k == {1: 0.0, 2: 0.0}
+    assert math.isnan(b.pass_at_1) and math.isnan(b.pass_at_1_prompts[0]) and b.pass_at_k == {}
     assert "2 responses got no verdict" in format_table([a, b])
+    a, b = run([1, 0, 1, 0, 1, 1, 1, 1], ungraded=(1, 6, 7))  # 1-, 10, 11
+    assert a.pass_at_1 == pytest.approx(2.5 / 3) and a.pass_at_k == {1: pytest.approx(2.5 / 3), 2: 1.0}
+    metrics = eval_metrics([a, b])  # prompts without any verdict do not count as wrong ones
+    assert metrics["eval/pass@1"] == pytest.approx(2.5 / 3) and metrics["eval/ungraded"] == 3
+    side = format_side_by_side({"x": [a], "y": [run([1] * 8, ungraded=(0, 1))[0]]})
+    assert "+0.2500 ± 0.2500" in side  # of the two prompts that both have
 
 
 def test_two_precisions_side_by_side_with_the_error_of_the_difference():

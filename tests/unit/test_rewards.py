@@ -4,6 +4,7 @@ import json
 import os
 import sys
 import time
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +13,14 @@ import pytest
 from quads.config.sections import RewardSettings, SourceSettings
 from quads.data.reasoning import make_dataset
 from quads.rl.rewards.__main__ import main
+from quads.rl.rewards.code import again
 from quads.rl.rewards.code_tests import CodeTests
 from quads.rl.rewards.judges import JudgePool, judge_environment
 from quads.rl.rewards.pool import RewardPool
 from quads.rl.rewards.task import score
 from quads.rl.rewards.text import tagged
 from quads.sandbox.helpers import Helper, HelperError, HelperPool
-from quads.types import Example
+from quads.types import Example, Verdict
 
 SOURCES = {
     "math": SourceSettings(kind="jsonl", reward="math"),
@@ -85,6 +87,38 @@ def test_an_answer_that_takes_for_ever_is_wrong_and_the_next_is_judged(pool: Rew
     assert verdict.reward == 0.0 and verdict.failed
     assert verdict.seconds < 2.0 + 2.0  # the limit, and a busy machine
     assert score_batch(pool, [(example("math", "1"), r"\boxed{1}")] * 4) == [1.0] * 4
+
+
+def test_a_judge_that_died_while_idle_is_replaced_and_asked_again() -> None:
+    pool = JudgePool("quads.rl.rewards.math", workers=1, time_s=10.0)
+    try:
+        judge = pool.add("make_judge", False)
+        assert judge.submit("7", r"\boxed{7}").result(timeout=60).reward == 1.0
+        (helper,) = pool._pool._helpers
+        assert helper._process
+        helper._process.kill()
+        helper._process.wait()
+        verdict = judge.submit("7", r"\boxed{7}").result(timeout=60)
+        assert verdict.reward == 1.0 and not verdict.failed
+    finally:
+        pool.close()
+
+
+def test_a_program_that_broke_its_server_is_tried_once_more() -> None:
+    """And then has no verdict. `again` takes what starts the work, so that the second try is all new."""
+    tries: list[Verdict] = []
+
+    def submit(outcomes: list[Verdict]) -> "Future[Verdict]":
+        tries.append(outcomes[len(tries)])
+        future: Future[Verdict] = Future()
+        future.set_result(tries[-1])
+        return future
+
+    broken, right = Verdict(0.0, 0.1, failed=True), Verdict(1.0, 0.1)
+    for outcomes, last, number in (([right], right, 1), ([broken, right], right, 2), ([broken] * 3, broken, 2)):
+        tries.clear()
+        assert again(lambda outcomes=outcomes: submit(outcomes)).result(timeout=5) is last
+        assert len(tries) == number
 
 
 def test_tags() -> None:
