@@ -279,7 +279,7 @@ def measure_sync(llm: Any, config: ModelConfig) -> dict[str, float]:
     torch.cuda.reset_peak_memory_stats()
     before, start = torch.cuda.memory_allocated(), time.perf_counter()
     with torch.no_grad():
-        llm.apply_model(lambda model: model.quant_config.ledger.begin())
+        llm.apply_model(lambda model: model.quant_config.state.ledger.begin())
         llm.apply_model(lambda model: model.load_weights((name, tensor.detach()) for name, tensor in weights))
     torch.cuda.synchronize()
     seconds = time.perf_counter() - start
