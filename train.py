@@ -17,13 +17,12 @@ from quads.assemble import Parts, build_parts
 from quads.config import Config, config_to_toml, load_config
 from quads.distributed import Distributed, init_distributed
 from quads.errors import main_guard
-from quads.model.flops import train_flops
 from quads.plot import plot_runs
 from quads.rl.advantage import group_advantages
-from quads.rl.evaluate import eval_metrics
 from quads.rl.grading import part_means
 from quads.rl.learner import merge_updates
 from quads.rl.packing import Sample
+from quads.rl.scores import eval_metrics
 from quads.run.checkpoint import Checkpointer, TrainState
 from quads.run.folder import check_run_folder
 from quads.run.measure import mfu
@@ -116,7 +115,7 @@ def train_step(
                 if first <= p < first + rl.minibatch_prompts
                 for g in range(rl.group_size)
             ]
-            microbatches, denominator = parts.pack(samples)
+            microbatches, denominator = parts.packer.pack(samples)
             minibatches.append((parts.learner.add_fixed_logprobs(microbatches), denominator))
         updates = [parts.learner.update(*minibatch) for _ in range(rl.epochs) for minibatch in minibatches]
 
@@ -127,7 +126,7 @@ def train_step(
         log.samples(step, parts.tokenizer.decode, examples[: cfg.log.samples], groups, graded.shown())
     lengths_PG = torch.tensor([[float(len(c.token_ids)) for c in group] for group in groups])
     packed = rl.epochs * [length for minibatch, _ in minibatches for mb in minibatch for length in mb.lengths]
-    counted = world.gather_objects((sum(packed), train_flops(parts.model_config, packed)))
+    counted = world.gather_objects((sum(packed), parts.model_config.train_flops(packed)))
     num_packed, flops = (sum(of_ranks) for of_ranks in zip(*counted, strict=True))
     utilisation = mfu(flops / world.size / log.seconds("learn"), world.device)
     by_rank = world.gather_objects((rewards_PG, ungraded_PG, lengths_PG, truncated_PG, zero_spread_P))

@@ -11,7 +11,7 @@ cases: bf16 beside quads in three settings.
 Each case also prints the loss and gradient norm of its first update: cases with the same total of sequences agree to
 bf16 rounding, whatever the number of GPUs, gathers, checkpointing and compilation.
 
-FLOPs are the model's (quads.model.flops); recomputation is not counted. MFU is against 989 TFLOP/s (dense bf16
+FLOPs are the model's (`ModelConfig.train_flops`); recomputation is not counted. MFU is against 989 TFLOP/s (dense bf16
 of an H200's data sheet) and beside it against 789, what a large matmul reaches there.
 """
 
@@ -38,9 +38,8 @@ from quads.config.sections import (
     TrainSettings,
 )
 from quads.distributed import Distributed, init_distributed
-from quads.memory import GIB, estimate_memory
+from quads.memory import GIB, ProcessShape, estimate_memory
 from quads.model.config import ARCHITECTURES, ModelConfig
-from quads.model.flops import train_flops
 from quads.model.model import MoEDecoder
 from quads.model.parallelize import parallelize, write_part
 from quads.quant.learner import QATExperts, QATLinear, convert_learner
@@ -137,7 +136,9 @@ def build_learner(
     model.init_weights(torch.Generator(world.device).manual_seed(0), write_part)
     if world.meshes:
         attach(model, all_gather, spec)  # type: ignore[arg-type]
-    return Learner(model, spec, OptimSettings(), RLSettings(), 1.0, 100, 1, world=world)
+    return Learner(
+        model, spec, OptimSettings(), RLSettings(), temperature=1.0, steps=100, updates_per_step=1, world=world
+    )
 
 
 def make_batch(config: ModelConfig, sequences: int, length: int, world: Distributed) -> tuple[list[Microbatch], float]:
@@ -187,11 +188,12 @@ def report(
     peak: float,
 ) -> None:
     tokens_per_s = sequences * length / step_s
-    tflops = train_flops(config, sequences * [length]) / step_s / 1e12
+    tflops = config.train_flops(sequences * [length]) / step_s / 1e12
     tokens = RLSettings(microbatch_tokens=sequences * length)
-    estimate = estimate_memory(
+    shape = ProcessShape(
         config, spec, RolloutSettings(), tokens, torch.bfloat16, parallel, world.size, all_gather, accumulated=False
     )
+    estimate = estimate_memory(shape)
     learner_gib = estimate.total - estimate.parts["engine weights"] - estimate.parts["KV cache"]
     print(
         f"| {case} | {step_s:.3f} | {tokens_per_s:,.0f} | {tflops:.0f} | {tflops / 989:.1%} / {tflops / 789:.1%} "

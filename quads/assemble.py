@@ -4,7 +4,6 @@ Everything that can be wrong with a config is found here, before anything large 
 configs, tokenizer and data first, prints the precision banner and the memory estimate, and only then makes weights.
 """
 
-import importlib.util
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -13,32 +12,39 @@ from typing import Any
 
 import torch
 
+from quads.checks import (
+    DTYPES,
+    check_engine,
+    check_run_memory,
+    check_sample_count,
+    check_vocabulary,
+    load_model_config,
+    processes_of_this_machine,
+)
 from quads.config import Config
 from quads.data.tasks import Task, build_task
 from quads.data.tokenizer import Tokenizer
 from quads.distributed import Distributed, derive_seed
 from quads.errors import UserError
-from quads.memory import MemoryEstimate, check_memory, estimate_memory, format_estimate
-from quads.model.config import ARCHITECTURES, ModelConfig, load_config
+from quads.memory import MemoryEstimate
+from quads.model.config import ModelConfig
 from quads.model.hf import HFCheckpoint, load_hf
 from quads.model.model import MoEDecoder
 from quads.model.parallelize import load_hf_sharded, parallelize, write_part
 from quads.quant.learner import convert_learner
 from quads.quant.recipes import QuantSpec, banner, resolve
 from quads.quant.sharded import SHARDED, attach
-from quads.rl.balance import attention_break_even, pack_balanced
-from quads.rl.evaluate import EvalResult, JudgedPrompt, evaluate
+from quads.rl.balance import Packer, attention_break_even
 from quads.rl.grading import Grading
 from quads.rl.learner import Learner
-from quads.rl.packing import Microbatch, Sample
 from quads.rl.rewards.pool import RewardPool
-from quads.rollout.engine import Engine, check_tensor_parallel
+from quads.rl.scores import EvalResult, JudgedPrompt, evaluate
+from quads.rollout.engine import Engine
 from quads.rollout.sync import sync
 from quads.run.checkpoint import find_checkpoint, load_model_weights
 from quads.types import Example, Sampling
 
 NO_SANDBOX = "generated programs run WITHOUT isolation, as this user ([reward] sandbox = none): limits only"
-DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
 @dataclass
@@ -50,15 +56,12 @@ class Parts:
     spec: QuantSpec
     tokenizer: Tokenizer
     task: Task
+    packer: Packer
     learner: Learner
     engine: Engine
     rewards: RewardPool
     world: Distributed
     estimate: MemoryEstimate
-
-    def pack(self, samples: list[Sample]) -> tuple[list[Microbatch], float]:
-        """Micro-batches for this process, from the samples of one mini-batch that all processes rolled out."""
-        return pack_balanced(samples, self.cfg.rl, self.world, attention_break_even(self.model_config))
 
     def sync(self, version: int) -> None:
         """Ship the learner's weights to the engine and wake it; with rollout.verify_sync compare every tensor."""
@@ -71,7 +74,7 @@ class Parts:
 
     def request_seeds(self, purpose: str, prompts: range, samples: int) -> list[int]:
         """For each of `samples` responses to each of `prompts`, by number: who draws which does not matter."""
-        return [derive_seed(self.cfg.train.seed, purpose, p * samples + j) for p in prompts for j in range(samples)]
+        return request_seeds(self.cfg.train.seed, purpose, prompts, samples)
 
     def grading(self, examples: list[Example], truncated: bool) -> Grading:
         """For one rollout of these prompts. truncated: whether a response that was cut may earn a reward."""
@@ -152,14 +155,26 @@ def _build(cfg: Config, world: Distributed, checkpoint: str, rewards: RewardPool
         spec,
         cfg.optim,
         cfg.rl,
-        cfg.rollout.temperature,
-        cfg.train.steps,
-        cfg.rl.epochs * cfg.rl.prompts_per_step // cfg.rl.minibatch_prompts,
-        reference,
-        world,
+        temperature=cfg.rollout.temperature,
+        steps=cfg.train.steps,
+        updates_per_step=cfg.rl.epochs * cfg.rl.prompts_per_step // cfg.rl.minibatch_prompts,
+        reference=reference,
+        world=world,
     )
     engine = build_engine(cfg, model_config, spec, dtype, device, world.print)
-    parts = Parts(cfg, model_config, spec, tokenizer, task, learner, engine, rewards, world, estimate)
+    parts = Parts(
+        cfg=cfg,
+        model_config=model_config,
+        spec=spec,
+        tokenizer=tokenizer,
+        task=task,
+        packer=Packer(cfg.rl, world, attention_break_even(model_config)),
+        learner=learner,
+        engine=engine,
+        rewards=rewards,
+        world=world,
+        estimate=estimate,
+    )
     parts.sync(version=0)
     return parts
 
@@ -169,85 +184,6 @@ def build_rewards(cfg: Config) -> RewardPool:
     judges = cfg.reward.workers or max(1, (os.cpu_count() or 1) // processes_of_this_machine())
     used = {name: cfg.sources[name] for name in (*cfg.task.train, *cfg.task.eval)}
     return RewardPool(replace(cfg.reward, workers=judges), used)
-
-
-def check_run_memory(cfg: Config, model_config: ModelConfig, spec: QuantSpec, world: Distributed) -> MemoryEstimate:
-    """Print what the run needs, part by part. UserError if it does not fit."""
-    estimate = estimate_memory(
-        model_config,
-        spec,
-        cfg.rollout,
-        cfg.rl,
-        DTYPES[cfg.model.dtype],
-        cfg.parallel,
-        world.size,
-        spec.gathers(cfg.quant.all_gather),
-        world.device.type,
-        cfg.optim.moments,
-    )
-    world.print(format_estimate(estimate))
-    check_memory(estimate, world.device, processes_of_this_machine())
-    return estimate
-
-
-def processes_of_this_machine() -> int:
-    """How many of the run's processes share this machine's CPU and memory, as torchrun says."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-
-
-def load_model_config(cfg: Config) -> ModelConfig:
-    """The architecture: of the folder [model] path, or the built-in one named by [model] arch. UserError if there is
-    no such folder or name, or the folder's config.json is none of a model that this decoder can be."""
-    if cfg.model.path:
-        return load_config(cfg.model.path)
-    if cfg.model.arch not in ARCHITECTURES:
-        raise UserError(f"[model] arch = {cfg.model.arch!r} is not built in; known: {', '.join(ARCHITECTURES)}")
-    return ARCHITECTURES[cfg.model.arch]
-
-
-def check_vocabulary(tokenizer: Tokenizer, model_config: ModelConfig) -> None:
-    """UserError for a tokenizer with ids beyond the embedding, which would fail deep inside the model."""
-    if tokenizer.vocab_size > model_config.vocab_size:
-        raise UserError(
-            f"the tokenizer has {tokenizer.vocab_size} tokens but the model's vocabulary is {model_config.vocab_size}; "
-            "set [model] tokenizer to the one the model was trained with"
-        )
-
-
-def check_engine(cfg: Config, model_config: ModelConfig, spec: QuantSpec, world: Distributed) -> None:
-    """UserError where the rollout engine cannot do what the config asks, or is not installed. Importing vLLM takes
-    long, so this only looks for it."""
-    rollout = cfg.rollout
-    if rollout.tensor_parallel > 1 and rollout.engine != "vllm":
-        raise UserError(
-            f"[rollout] tensor_parallel = {rollout.tensor_parallel} needs engine = 'vllm'; each process of the "
-            "native engine holds all weights"
-        )
-    if rollout.engine == "vllm":
-        from quads.rollout.vllm.setup import check_settings
-
-        check_settings(spec, rollout, cfg.wants_routes, world.device)
-        if importlib.util.find_spec("vllm") is None:
-            raise UserError(
-                "[rollout] engine = 'vllm' needs the extra: pip install -e '.[vllm]'; 'native' needs nothing"
-            )
-    check_tensor_parallel(rollout.tensor_parallel, model_config, world.size)
-
-
-def check_sample_count(cfg: Config, world: Distributed) -> None:
-    """UserError unless every process rolls out a prompt at least, and trains on equally many responses of a
-    mini-batch."""
-    if cfg.rl.prompts_per_step < world.size:
-        raise UserError(
-            f"[rl] prompts_per_step = {cfg.rl.prompts_per_step} is fewer than the {world.size} processes, which each "
-            "roll out a share of the prompts; raise it"
-        )
-    count = cfg.rl.minibatch_prompts * cfg.rl.group_size
-    if count % world.size:
-        raise UserError(
-            f"[rl] minibatch_prompts * group_size = {count} responses cannot be split evenly over {world.size} "
-            "processes; change one of the three so that it divides"
-        )
 
 
 def build_model(cfg: Config, model_config: ModelConfig, device: torch.device) -> MoEDecoder:
@@ -299,6 +235,7 @@ def build_engine(
     return VLLMEngine(model_config, spec, cfg.rollout, dtype, device, routed_experts=cfg.wants_routes, report=report)
 
 
-def request_seeds(seed: int, purpose: str, count: int) -> list[int]:
-    """`count` distinct 63-bit seeds, a pure function of (seed, purpose): a resumed run draws the same responses."""
-    return [derive_seed(seed, purpose, i) for i in range(count)]
+def request_seeds(seed: int, purpose: str, prompts: range, samples: int) -> list[int]:
+    """Distinct 63-bit seeds, prompt by prompt. A pure function of (seed, purpose, number of the prompt and of its
+    response): a resumed run draws the same responses, and so does another number of processes."""
+    return [derive_seed(seed, purpose, p * samples + j) for p in prompts for j in range(samples)]

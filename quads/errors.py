@@ -3,7 +3,7 @@
 import functools
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import ParamSpec, TypeVar
 
 P = ParamSpec("P")
@@ -16,6 +16,15 @@ class UserError(Exception):
     """Bad input (config, data, paths, hardware). The message says what is wrong and what would fix it."""
 
     anywhere = False  # whether it may come up in one process alone, which then has to report it itself
+
+
+def listed(names: Sequence[str], shown: int = 8) -> str:
+    """The first `shown` names for a message, and how many more there are.
+
+    Example: `listed(["a", "b", "c"], 2)` -> "a, b and 1 more"
+    """
+    more = len(names) - shown
+    return ", ".join(names[:shown]) + (f" and {more} more" if more > 0 else "")
 
 
 def main_guard(main: Callable[P, R]) -> Callable[P, R]:

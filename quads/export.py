@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quads.assemble import load_model_config
+from quads.checks import load_model_config
 from quads.config import load_config as load_run_config
 from quads.config.sections import QuantSettings
 from quads.errors import UserError, main_guard

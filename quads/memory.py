@@ -1,7 +1,14 @@
 """Memory of one process, estimated from shapes alone, so that a run that cannot fit stops before it allocates.
 
-What FSDP shards is divided by the number of shards. What comes and goes within an update is counted at the largest of
-its peaks (memory_learner.py).
+What FSDP shards is divided by the number of shards. What an update needs beside weights and optimizer state is counted
+at the largest of its three peaks:
+
+    the loss      all activations are there and the logits of a chunk of tokens come on top
+    first layer   the backward pass has freed the other layers' activations, and left all gradients but the last ones
+    optimizer     all gradients
+
+Activations are numbers of elements in their own dtype; an fp32 tensor beside bf16 counts twice. They list what autograd
+saves; tests/unit/test_memory.py holds them against peaks measured on GPUs.
 """
 
 from dataclasses import dataclass
@@ -10,8 +17,8 @@ import torch
 
 from quads.config.sections import ParallelSettings, RLSettings, RolloutSettings
 from quads.errors import UserError
-from quads.memory_learner import peak
 from quads.model.config import ModelConfig
+from quads.model.logprobs import LOGITS_CHUNK
 from quads.quant.recipes import QuantSpec
 
 GIB = 2**30
@@ -31,11 +38,39 @@ class MemoryEstimate:
         return sum(self.parts.values())
 
 
+@dataclass(frozen=True)
+class ProcessShape:
+    """What the memory of one process of a run follows from."""
+
+    model: ModelConfig
+    spec: QuantSpec
+    rollout: RolloutSettings
+    rl: RLSettings
+    dtype: torch.dtype  # of activations and of what is not quantized
+    parallel: ParallelSettings = ParallelSettings()
+    num_processes: int = 1
+    all_gather: str = "bf16"  # what FSDP gathers: "bf16" or "packed"
+    device_type: str = "cuda"
+    moments: str = "float32"  # [optim] moments
+    held: int | None = None  # parameters that this process holds, where an equal share is not exact
+    accumulated: bool = True  # False if one micro-batch makes an update: activations and gradients never peak together
+
+    @property
+    def shards(self) -> int:
+        """Over how many processes FSDP shards the weights."""
+        return self.num_processes // self.parallel.replicate
+
+    @property
+    def local_parameters(self) -> float:
+        """How many parameters this process holds."""
+        return self.model.num_parameters()[0] / self.shards if self.held is None else self.held
+
+
 def targeted_parameters(config: ModelConfig, targets: tuple[str, ...]) -> int:
     """Parameters in quantized matrices."""
-    attention = config.hidden_size * config.head_dim * 2 * (config.num_heads + config.num_kv_heads)
-    experts = config.num_experts * 3 * config.hidden_size * config.moe_intermediate_size
-    return config.num_layers * (("attention" in targets) * attention + ("experts" in targets) * experts)
+    counts = config.parts()
+    experts = config.num_experts * counts.expert
+    return config.num_layers * (("attention" in targets) * counts.attention + ("experts" in targets) * experts)
 
 
 def kv_cache_bytes(config: ModelConfig, slots: int, max_len: int, element_bytes: int) -> int:
@@ -43,66 +78,123 @@ def kv_cache_bytes(config: ModelConfig, slots: int, max_len: int, element_bytes:
     return 2 * config.num_layers * slots * max_len * config.num_kv_heads * config.head_dim * element_bytes
 
 
-def estimate_memory(
-    config: ModelConfig,
-    spec: QuantSpec,
-    rollout: RolloutSettings,
-    rl: RLSettings,
-    dtype: torch.dtype,
-    parallel: ParallelSettings | None = None,
-    num_processes: int = 1,
-    all_gather: str = "bf16",
-    device_type: str = "cuda",
-    moments: str = "float32",
-    local_parameters: int | None = None,
-    accumulated: bool = True,
-) -> MemoryEstimate:
+def estimate_memory(run: ProcessShape) -> MemoryEstimate:
     """The learner (fp32 master, gradients, two Adam moments, its quantized weights), what a forward and backward
-    need, the engine and its KV cache, for one of `num_processes` processes. On a CPU the engine keeps the values of
-    quantized weights in float64 as well, and in fp32 runs its keys and values.
-
-    moments: [optim] moments. local_parameters: how many this process holds; by default an equal share. accumulated:
-    False if one micro-batch makes an update, so that activations and gradients never peak together.
+    need, the engine and its KV cache. On a CPU the engine keeps the values of quantized weights in float64 as well,
+    and in fp32 runs its keys and values.
     """
-    parallel = parallel or ParallelSettings()
-    shards = num_processes // parallel.replicate
-    total, targeted = config.num_parameters()[0], targeted_parameters(config, spec.targets)
-    local = total / shards if local_parameters is None else local_parameters
-    compute = dtype.itemsize
+    spec, rollout, local, shards = run.spec, run.rollout, run.local_parameters, run.shards
+    total, targeted = run.model.num_parameters()[0], targeted_parameters(run.model, spec.targets)
+    compute = run.dtype.itemsize
     per_weight = {"bf16": float(compute), "fp8": FP8_BYTES, "nvfp4": NVFP4_BYTES}
     engine_weight = (
         per_weight["nvfp4"] if spec.rollout.startswith("w4") else per_weight[spec.rollout.replace("w16a4", "bf16")]
     )
     cached = compute
-    if device_type == "cpu":
+    if run.device_type == "cpu":
         engine_weight += 8.0 * (spec.rollout != "bf16")
-        cached = 8 if dtype == torch.float32 else compute
+        cached = 8 if run.dtype == torch.float32 else compute
     learner_copy = 0.0 if spec.learner_weights == "bf16" else per_weight[spec.learner_weights]
     slot_length = rollout.max_prompt_tokens + rollout.max_new_tokens
+    kv_cache = kv_cache_bytes(run.model, rollout.max_batch, slot_length, cached)
     sizes = {
         "master weights": 4.0 * local,
-        "Adam moments": (8.0 if device_type == "cpu" else MOMENT_BYTES[moments]) * local,
+        "Adam moments": (8.0 if run.device_type == "cpu" else MOMENT_BYTES[run.moments]) * local,
         "learner's quantized weights": learner_copy * targeted / shards,
-        **peak(
-            config,
-            spec,
-            dtype,
-            parallel,
-            num_processes,
-            all_gather,
-            rl.microbatch_tokens,
-            local,
-            accumulated,
-            device_type,
-        ),
+        **update_peak(run),
         "engine weights": (engine_weight * targeted + compute * (total - targeted)) / rollout.tensor_parallel,
-        "KV cache": float(kv_cache_bytes(config, rollout.max_batch, slot_length, cached)) / rollout.tensor_parallel,
+        "KV cache": float(kv_cache) / rollout.tensor_parallel,
     }
     if rollout.engine == "vllm" and rollout.gpu_memory_gib:
         sizes["KV cache"] = rollout.gpu_memory_gib * GIB
-    if rl.kl_coef > 0:
+    if run.rl.kl_coef > 0:
         sizes["reference model"] = (4.0 * total + learner_copy * targeted) / shards
     return MemoryEstimate({name: size / GIB for name, size in sizes.items()})
+
+
+@dataclass(frozen=True)
+class Layer:
+    """Elements for one token of one layer."""
+
+    kept: int  # from the forward to the backward pass
+    again: int  # computed again when the backward pass reaches the layer
+    gradients: int  # of activations, at the same time, where they are largest: in the experts
+
+
+def layer_activations(config: ModelConfig, checkpointing: str, compiled: bool) -> Layer:
+    """What the backward pass of one layer needs for one token.
+
+    Eager: each norm saves its fp32 input and the normed value, and its result is a matmul's input; likewise those of q
+    and k. Compiled: a norm saves its input alone and is computed again, as is silu(gate).
+    """
+    c = config
+    h, d, g = c.hidden_size, c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
+    if compiled:
+        attention = 4 * h + 3 * d + 3 * g  # two norms' inputs and results; q and k before their norm; q, k, v, output
+        experts = c.top_k * (2 * h + 3 * c.moe_intermediate_size) + 2 * c.num_experts  # x, y, gate and up, w2's input
+    else:
+        attention = 8 * h + 5 * d + 5 * g
+        experts = c.top_k * (2 * h + 4 * c.moe_intermediate_size) + 2 * h + 2 * c.num_experts  # and the fp32 router
+    products = 2 * h + 3 * d + c.top_k * (2 * h + 2 * c.moe_intermediate_size)
+    everything = attention + experts
+    kept = {"none": everything, "moe": attention + h, "selective": products, "full": h}[checkpointing]
+    return Layer(
+        kept, everything - kept if checkpointing != "none" else 0, c.top_k * (2 * h + 2 * c.moe_intermediate_size)
+    )
+
+
+def logits_bytes(config: ModelConfig, tokens: int, dtype: torch.dtype, device_type: str) -> float:
+    """The loss's own memory at its peak: a chunk's logits and their gradient, and the head's gradient in fp32.
+
+    On a GPU fused kernels turn fp32 logits into a gradient in the activation dtype. Plain torch holds three fp32
+    tensors of that size at a time.
+    """
+    chunk = min(LOGITS_CHUNK, tokens)
+    head = config.parts().head
+    fused = device_type == "cuda" and dtype != torch.float64
+    return float(chunk * config.vocab_size * (4 + dtype.itemsize if fused else 12) + 4 * head)
+
+
+def update_peak(run: ProcessShape) -> dict[str, float]:
+    """Bytes of gradients, weights in the compute dtype, activations and logits at the largest peak of an update."""
+    config, spec, parallel, dtype = run.model, run.spec, run.parallel, run.dtype
+    counts, tokens = config.parts(), run.rl.microbatch_tokens
+    experts, rest = config.num_experts * counts.expert, counts.attention + counts.norms + counts.router
+    head = counts.head
+    embeddings = head * (1 if config.tie_embeddings else 2)
+    sharded = run.num_processes > 1
+    copied = not (dtype == torch.float32 and spec.learner_weights == "bf16")  # else the masters are multiplied
+    # Matmuls keep their weight for the backward pass. Where that is not what FSDP gathers (and frees, and gathers
+    # again) but a cast of the master or a decoded weight, every layer that is not computed again keeps its own.
+    # Experts with one owner are not gathered: it casts or decodes them itself, and keeps them like a single process.
+    owned = sharded and run.num_processes == parallel.ep
+    packed = run.all_gather == "packed" and spec.learner_weights == "nvfp4"
+    freed = sharded and (spec.learner_weights == "bf16" or packed)
+    own_experts = experts // parallel.ep
+    kept_rest, kept_experts = 0 if freed else rest, 0 if freed and not owned else own_experts
+    kept = {"full": 0, "moe": kept_rest}.get(parallel.activation_checkpointing, kept_rest + kept_experts)
+    kept_weights = config.num_layers * kept if copied else 0
+    root = embeddings if sharded else head * copied
+    shape = layer_activations(config, parallel.activation_checkpointing, parallel.compile)
+    size, all_gradients = dtype.itemsize, 4.0 * run.local_parameters
+    last = (experts + rest + head) / (run.num_processes // parallel.replicate)  # whose gradients come last
+    at_loss = {
+        "gradients": all_gradients if run.accumulated else 0.0,
+        "weights in the compute dtype": float(size * (root + kept_weights)),
+        "activations": float(tokens * size * config.num_layers * shape.kept),
+        "logits": logits_bytes(config, tokens, dtype, run.device_type),
+    }
+    layer = own_experts + rest
+    ahead = 0 if not sharded else rest if owned else layer  # FSDP has gathered the next layer's, too
+    at_first_layer = {
+        "gradients": all_gradients if run.accumulated else all_gradients - 4.0 * last,
+        # one layer's weights and gradients; the latter before they are reduced (and in fp32)
+        "weights in the compute dtype": float(size * (root + 2 * layer + ahead) + sharded * 4 * layer),
+        "activations": float(tokens * size * (shape.kept + shape.again + shape.gradients)),
+        "logits": 0.0,
+    }
+    at_optimizer = {name: 0.0 for name in at_loss} | {"gradients": all_gradients}
+    return max(at_loss, at_first_layer, at_optimizer, key=lambda parts: sum(parts.values()))
 
 
 def available_gib(device: torch.device) -> float:

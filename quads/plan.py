@@ -16,14 +16,13 @@ from typing import TypeVar
 
 import torch
 
-from quads.assemble import DTYPES, check_sample_count, load_model_config
+from quads.checks import DTYPES, check_sample_count, load_model_config
 from quads.config import Config, load_config
 from quads.config.options import real, take_option, whole
 from quads.distributed import imagined_processes
 from quads.errors import UserError, main_guard
-from quads.memory import GIB, MemoryEstimate, estimate_memory
+from quads.memory import GIB, MemoryEstimate, ProcessShape, estimate_memory
 from quads.model.config import ModelConfig
-from quads.model.flops import train_flops
 from quads.model.model import MoEDecoder
 from quads.model.parallelize import local_tensor, parallelize
 from quads.quant.recipes import resolve
@@ -86,19 +85,19 @@ def count_local_sizes(cfg: Config, model_config: ModelConfig, num_gpus: int) -> 
 def make_plan(cfg: Config, model_config: ModelConfig, num_gpus: int, local_sizes: list[int]) -> Plan:
     """Add up what one process holds."""
     spec, dtype = resolve(cfg.quant), DTYPES[cfg.model.dtype]
-    estimate = estimate_memory(
+    shape = ProcessShape(
         model_config,
         spec,
         cfg.rollout,
         cfg.rl,
         dtype,
-        cfg.parallel,
-        num_gpus,
-        spec.gathers(cfg.quant.all_gather),
+        parallel=cfg.parallel,
+        num_processes=num_gpus,
+        all_gather=spec.gathers(cfg.quant.all_gather),
         moments=cfg.optim.moments,
-        local_parameters=sum(local_sizes),
+        held=sum(local_sizes),
     )
-    parts = {**estimate.parts, "context and reserve": CONTEXT_GIB}
+    parts = {**estimate_memory(shape).parts, "context and reserve": CONTEXT_GIB}
     return Plan(num_gpus, local_sizes, MemoryEstimate(parts))
 
 
@@ -154,7 +153,7 @@ def step_times(cfg: Config, model_config: ModelConfig, plan: Plan, response_toke
     responses = cfg.rl.prompts_per_step * cfg.rl.group_size
     here = responses / plan.num_gpus
     rate = rollout_rate(resolve(cfg.quant).rollout, min(here, cfg.rollout.max_batch), model_config)
-    flops = here * cfg.rl.epochs * train_flops(model_config, [response_tokens])
+    flops = here * cfg.rl.epochs * model_config.train_flops([response_tokens])
     return {
         "rollout": here * response_tokens / rate,
         "learn": flops / (1e12 * LEARNER_TFLOPS[cfg.parallel.activation_checkpointing]),

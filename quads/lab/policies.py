@@ -28,7 +28,7 @@ from quads.quant.linear import SiteSpec
 from quads.quant.recipes import ROLLOUTS, QuantSpec
 from quads.quant.rollout import RolloutExperts, RolloutLinear, RolloutWeights, load_weight
 from quads.rl.mismatch import percentile
-from quads.rollout.native.engine import build_model
+from quads.rollout.native.engine import build_rollout_model
 
 LEARNERS: dict[str, tuple[str, str]] = {  # name -> (weights, activations)
     "no QDQ": ("bf16", "bf16"),
@@ -64,7 +64,7 @@ def rollout(subject: Subject, spec: QuantSpec, reuse: MoEDecoder | None = None) 
     # On a CPU the engine keeps float64 activations in fp32 runs; see rollout/native/engine.py.
     wide = subject.device.type == "cpu" and subject.dtype == torch.float32
     compute = torch.float64 if wide else subject.dtype
-    model = build_model(subject.master.config, spec, chosen, subject.dtype, compute, subject.device)
+    model = build_rollout_model(subject.master.config, spec, chosen, subject.dtype, compute, subject.device)
     for name, tensor in quantized_weights(subject.master, spec):
         load_weight(model, name, tensor)
     return model

@@ -39,14 +39,8 @@ SELECTIONS = ("batch", "block", "token")
 
 def site_macs(config: ModelConfig) -> dict[str, int]:
     """Multiplications of one token in one layer, by site."""
-    expert = config.hidden_size * config.moe_intermediate_size * config.top_k
-    q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    return {
-        "w13": 2 * expert,
-        "w2": expert,
-        "qkv": config.hidden_size * (q_size + 2 * kv_size),
-        "o": q_size * config.hidden_size,
-    }
+    counts = config.parts()
+    return {"w13": counts.w13 * config.top_k, "w2": counts.w2 * config.top_k, "qkv": counts.qkv, "o": counts.o}
 
 
 def extra_mma(config: ModelConfig, spec: QuantSpec, ratio: float) -> float:

@@ -14,15 +14,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from quads.assemble import (
-    DTYPES,
-    build_engine,
-    build_model,
-    build_rewards,
-    check_vocabulary,
-    load_model_config,
-    request_seeds,
-)
+from quads.assemble import build_engine, build_model, build_rewards, request_seeds
+from quads.checks import DTYPES, check_vocabulary, load_model_config
 from quads.config import Config, load_config
 from quads.config.options import whole
 from quads.data.tasks import build_task
@@ -155,7 +148,7 @@ def build_subject(args: argparse.Namespace, overrides: list[str], native: bool =
     rollout = replace(cfg.rollout, engine=engine_name, max_batch=min(cfg.rollout.max_batch, num_responses))
     engine = build_engine(replace(cfg, rollout=rollout), model_config, sampler, dtype, device)
     sync(as_learner(master, sampler), engine, sampler, version=0)
-    seeds = request_seeds(cfg.train.seed, SEED_PURPOSE, num_responses)
+    seeds = request_seeds(cfg.train.seed, SEED_PURPOSE, range(len(prompts)), args.samples)
     sampling = Sampling(cfg.rollout.max_new_tokens, cfg.rollout.temperature, tokenizer.eos_ids)
     groups = engine.generate(prompts, args.samples, sampling, seeds)
     engine.close()

@@ -1,6 +1,7 @@
 """The shape of a model: what a Hugging Face config.json says, and the architectures that can be had by name."""
 
 import json
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,27 @@ from quads.errors import UserError
 # Without the qk-norm no published class has this layout, so such a folder carries a model type of its own.
 HF_MODEL_TYPE = {True: "qwen3_moe", False: "quads_moe"}
 HF_ARCHITECTURE = {True: "Qwen3MoeForCausalLM", False: "QuadsMoeForCausalLM"}
+
+
+@dataclass(frozen=True)
+class ParameterCounts:
+    """Numbers of parameters: of one layer, of one of its experts (w13, w2), and of the embedding or the output head."""
+
+    qkv: int
+    o: int
+    norms: int
+    router: int
+    w13: int
+    w2: int
+    head: int
+
+    @property
+    def attention(self) -> int:
+        return self.qkv + self.o
+
+    @property
+    def expert(self) -> int:
+        return self.w13 + self.w2
 
 
 @dataclass(frozen=True)
@@ -120,16 +142,37 @@ class ModelConfig:
             "use_cache": True,
         }
 
+    def parts(self) -> "ParameterCounts":
+        """Parameters by what they belong to. The only place that knows the shapes of a layer by heart."""
+        return ParameterCounts(
+            qkv=self.hidden_size * self.head_dim * (self.num_heads + 2 * self.num_kv_heads),
+            o=self.hidden_size * self.head_dim * self.num_heads,
+            norms=2 * self.hidden_size + (2 * self.head_dim if self.qk_norm else 0),
+            router=self.num_experts * self.hidden_size,
+            w13=2 * self.hidden_size * self.moe_intermediate_size,
+            w2=self.hidden_size * self.moe_intermediate_size,
+            head=self.vocab_size * self.hidden_size,
+        )
+
     def num_parameters(self) -> tuple[int, int]:
         """(all parameters, those that one token meets)."""
-        attention = self.hidden_size * self.head_dim * 2 * (self.num_heads + self.num_kv_heads)
-        norms = 2 * self.hidden_size + (2 * self.head_dim if self.qk_norm else 0)
-        expert = 3 * self.hidden_size * self.moe_intermediate_size
-        router = self.num_experts * self.hidden_size
-        embeddings = self.vocab_size * self.hidden_size * (1 if self.tie_embeddings else 2)
-        shared = embeddings + self.hidden_size + self.num_layers * (attention + norms + router)
-        layers = self.num_layers * expert
+        p = self.parts()
+        embeddings = p.head * (1 if self.tie_embeddings else 2)
+        shared = embeddings + self.hidden_size + self.num_layers * (p.attention + p.norms + p.router)
+        layers = self.num_layers * p.expert
         return shared + layers * self.num_experts, shared + layers * self.top_k
+
+    def train_flops(self, lengths: Iterable[int]) -> float:
+        """Model FLOPs of forward and backward over sequences of so many tokens; what is computed again is not counted.
+
+        A token: 6 for each parameter that it meets (not the embedding, a table). A pair of tokens of which one attends
+        to the other: 12 for each channel of each head of each layer; a sequence of L tokens has L * L / 2.
+        """
+        sizes = list(lengths)
+        table = 0 if self.tie_embeddings else self.parts().head  # a tied one is the output head, too
+        active = self.num_parameters()[1] - table
+        attention = 12 * self.num_layers * self.num_heads * self.head_dim
+        return 6.0 * active * sum(sizes) + attention * sum(size * size for size in sizes) / 2
 
 
 ARCHITECTURES: dict[str, ModelConfig] = {

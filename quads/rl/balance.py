@@ -10,6 +10,7 @@ The sum of gradients does not depend on who computes what.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -60,18 +61,25 @@ def balance(samples: Sequence[Sample], world: Distributed, break_even: float) ->
     return [sample for incoming in world.exchange_objects(outgoing) for sample in incoming]
 
 
-def pack_balanced(
-    samples: Sequence[Sample], rl: RLSettings, world: Distributed, break_even: float
-) -> tuple[list[Microbatch], float]:
-    """`pack` for one mini-batch that is spread over processes: equally many micro-batches on each, one denominator.
+@dataclass(frozen=True)
+class Packer:
+    """`pack` for mini-batches that are spread over processes: equally many micro-batches on each, one denominator."""
 
-    Args:
-        samples: of the prompts that this process rolled out. All processes together hold the mini-batch.
-    """
-    mine = balance(samples, world, break_even)
-    needed = len(split_by_tokens([sample.num_tokens for sample in mine], rl.microbatch_tokens))
-    most = int(world.all_reduce(torch.tensor(needed, device=world.device), "max"))
-    microbatches, denominator = pack(mine, rl.microbatch_tokens, rl.loss_average, at_least=most)
-    assert len(microbatches) == most
-    total = world.all_reduce(torch.tensor(denominator, dtype=torch.float64, device=world.device))
-    return microbatches, float(total)
+    rl: RLSettings
+    world: Distributed
+    break_even: float  # of `attention_break_even`
+
+    def pack(self, samples: Sequence[Sample]) -> tuple[list[Microbatch], float]:
+        """Micro-batches for this process and the denominator of the whole mini-batch. Collective.
+
+        Args:
+            samples: of the prompts that this process rolled out. All processes together hold the mini-batch.
+        """
+        rl, world = self.rl, self.world
+        mine = balance(samples, world, self.break_even)
+        needed = len(split_by_tokens([sample.num_tokens for sample in mine], rl.microbatch_tokens))
+        most = int(world.all_reduce(torch.tensor(needed, device=world.device), "max"))
+        microbatches, denominator = pack(mine, rl.microbatch_tokens, rl.loss_average, at_least=most)
+        assert len(microbatches) == most
+        total = world.all_reduce(torch.tensor(denominator, dtype=torch.float64, device=world.device))
+        return microbatches, float(total)

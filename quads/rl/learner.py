@@ -51,6 +51,38 @@ class UpdateStats:
     routes: int  # and all of them; 0 where the engine did not return any
 
 
+COUNTED = (
+    "tokens",
+    "clipped",
+    "cumulative_masked",
+    "kl",
+    "loss",
+    "entropy",
+    "entropy_tokens",
+    "routes_repeated",
+    "routes",
+)
+
+
+class UpdateSums:
+    """What the micro-batches of an update add up to, in float64 on the device, by the names in COUNTED."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._sums = {name: torch.zeros((), dtype=torch.float64, device=device) for name in COUNTED}
+
+    def add(self, **counts: Tensor | int) -> None:
+        """Add 0-dim tensors on the device, or numbers; nothing waits for the device. KeyError for another name."""
+        for name, count in counts.items():
+            self._sums[name] += count
+
+    def read(self, world: Distributed | None) -> dict[str, float]:
+        """All sums by name, over all processes, read once: until here the host ran ahead of the GPU."""
+        values = torch.stack(list(self._sums.values()))
+        if world is not None:
+            world.all_reduce(values)
+        return dict(zip(self._sums, values.tolist(), strict=True))
+
+
 class Learner:
     """Owns the model's master weights, the optimizer and the update count.
 
@@ -70,6 +102,7 @@ class Learner:
         spec: QuantSpec,
         optim: OptimSettings,
         rl: RLSettings,
+        *,
         temperature: float,
         steps: int,
         updates_per_step: int,
@@ -136,46 +169,41 @@ class Learner:
         """
         self.optimizer.zero_grad(set_to_none=True)
         denominator = max(denominator, 1.0)
-        sums = torch.zeros(9, dtype=torch.float64, device=self.device)  # read once: the host runs ahead of the GPU
+        sums = UpdateSums(self.device)
         learner, rollout, finite = [], [], []
         for batch in microbatches:
             recording = batch.routed_experts_TLA is not None
             logprobs_N, entropy_N, recorded = self.forward_logprobs(self.model, batch, recording)
             loss, batch_sums = grpo_loss(logprobs_N, batch, self.loss_config, denominator)
             loss.backward()
-            counts = [batch_sums[name] for name in ("tokens", "clipped", "cumulative_masked", "kl")]
-            counts += [loss.detach(), entropy_N.detach().sum()]
-            sums[:6] += torch.stack([count.to(sums.dtype) for count in counts])
-            sums[6] += len(entropy_N)
+            sums.add(**batch_sums, loss=loss.detach(), entropy=entropy_N.detach().sum(), entropy_tokens=len(entropy_N))
             if batch.routed_experts_TLA is not None:
-                same, total = routing_agreement(recorded, batch.routed_experts_TLA)
-                sums[7:] += torch.stack([same, total]).to(sums.dtype)
+                repeated, routes = routing_agreement(recorded, batch.routed_experts_TLA)
+                sums.add(routes_repeated=repeated, routes=routes)
             learner.append(logprobs_N.detach())
             rollout.append(batch.rollout_logprobs_N)
             finite.append(batch.finite_N)
-        if self.world is not None:
-            self.world.all_reduce(sums)
         norm = float(clip_gradients(self.model.parameters(), self.optim.max_grad_norm, self.world))
-        tokens, clipped, masked, kl_sum, loss_sum, entropy_sum, entropy_tokens, repeated, routes = sums.tolist()
+        total = sums.read(self.world)
         lr = learning_rate(self.updates, self.optim.lr, self.warmup_updates, self.total_updates, self.optim.schedule)
-        skipped = not (math.isfinite(loss_sum) and math.isfinite(norm))
+        skipped = not (math.isfinite(total["loss"]) and math.isfinite(norm))
         self._apply(lr, skipped)
         return UpdateStats(
-            loss=loss_sum,
+            loss=total["loss"],
             grad_norm=norm,
             lr=lr,
             skipped=skipped,
-            tokens=int(tokens),
-            clipped=int(clipped),
-            cumulative_masked=int(masked),
-            kl_sum=None if self.reference is None else kl_sum,
-            entropy_sum=entropy_sum,
-            entropy_tokens=int(entropy_tokens),
+            tokens=int(total["tokens"]),
+            clipped=int(total["clipped"]),
+            cumulative_masked=int(total["cumulative_masked"]),
+            kl_sum=None if self.reference is None else total["kl"],
+            entropy_sum=total["entropy"],
+            entropy_tokens=int(total["entropy_tokens"]),
             learner_logprobs_N=torch.cat(learner),
             rollout_logprobs_N=torch.cat(rollout),
             finite_N=torch.cat(finite),
-            routes_repeated=int(repeated),
-            routes=int(routes),
+            routes_repeated=int(total["routes_repeated"]),
+            routes=int(total["routes"]),
         )
 
     def _apply(self, lr: float, skipped: bool) -> None:

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn.utils import get_total_norm
 
 from quads.distributed import Distributed
+from quads.model.parallelize import local_tensor
 from quads.rl.streamed_adamw import StreamedAdamW
 
 
@@ -74,7 +75,7 @@ def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float, world: D
     mesh they are on, and one all-reduce makes the norm global. A non-finite norm leaves the gradients as they are: the
     caller skips that update.
     """
-    grads = [getattr(p.grad, "_local_tensor", p.grad) for p in parameters if p.grad is not None]
+    grads = [local_tensor(p.grad) for p in parameters if p.grad is not None]
     norm = get_total_norm(grads)
     if world is not None and world.meshes is not None:
         replicas = world.meshes.world.size(0)

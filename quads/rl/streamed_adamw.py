@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from quads.model.parallelize import local_tensor
+
 MOMENTS = {"exp_avg", "exp_avg_sq"}
 
 
@@ -60,7 +62,7 @@ class StreamedAdamW(torch.optim.Optimizer):
                 moment = loaded[name]
                 if not _belongs(moment, parameter):
                     moment = _cpu_zeros_like(parameter)
-                    _local(moment).copy_(_local(loaded[name]))
+                    local_tensor(moment).copy_(local_tensor(loaded[name]))
                 self.state[parameter][name] = moment
 
     def _update(self, parameter: Tensor, group: dict[str, Any]) -> None:
@@ -70,8 +72,9 @@ class StreamedAdamW(torch.optim.Optimizer):
             state["exp_avg"], state["exp_avg_sq"] = _cpu_zeros_like(parameter), _cpu_zeros_like(parameter)
         state["step"] += 1
         step, (beta1, beta2), lr = float(state["step"]), group["betas"], group["lr"]
-        weight, grad = _local(parameter), _local(parameter.grad)
-        stored_m, stored_v = _local(state["exp_avg"]), _local(state["exp_avg_sq"])
+        assert parameter.grad is not None  # `step` passes the others over
+        weight, grad = local_tensor(parameter), local_tensor(parameter.grad)
+        stored_m, stored_v = local_tensor(state["exp_avg"]), local_tensor(state["exp_avg_sq"])
         m, v = (x.to(weight.device, non_blocking=True) for x in (stored_m, stored_v))
         m.lerp_(grad, 1 - beta1)
         v.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
@@ -83,21 +86,16 @@ class StreamedAdamW(torch.optim.Optimizer):
             stored_v.copy_(v, non_blocking=True)
 
 
-def _local(tensor: Any) -> Tensor:
-    """This process's shard of a sharded tensor, the very storage."""
-    return getattr(tensor, "_local_tensor", tensor)
-
-
 def _belongs(moment: Any, parameter: Tensor) -> bool:
     """Whether `moment` lies in CPU memory of the kind that `_cpu_zeros_like` takes."""
-    local, weight = _local(moment), _local(parameter)
+    local, weight = local_tensor(moment), local_tensor(parameter)
     return local.device.type == "cpu" and local.dtype == weight.dtype and local.is_pinned() == weight.is_cuda
 
 
 def _cpu_zeros_like(parameter: Tensor) -> Tensor:
     """Zeros in CPU memory (page-locked beside a GPU); sharded as the parameter is, so that checkpoints can reshard."""
-    zeros = torch.zeros(_local(parameter).shape, dtype=parameter.dtype, pin_memory=parameter.is_cuda)
-    if _local(parameter) is parameter:
+    zeros = torch.zeros(local_tensor(parameter).shape, dtype=parameter.dtype, pin_memory=parameter.is_cuda)
+    if local_tensor(parameter) is parameter:
         return zeros
     sharded = torch.empty_like(parameter)
     sharded._local_tensor = zeros  # type: ignore[attr-defined]

@@ -14,13 +14,12 @@ from collections.abc import Callable, Iterable, Iterator
 import torch
 from torch import Tensor, nn
 
-from quads.errors import UserError
+from quads.errors import UserError, listed
 from quads.quant.recipes import QuantSpec
 from quads.quant.sharded import quantized_weights
 from quads.quant.tensor import QuantizedTensor
 from quads.rollout.engine import Engine
 
-SHOWN = 8  # names spelled out in a message
 WORDS_AT_ONCE = 2**24  # bounds the memory of a checksum to a few times 128 MiB
 
 
@@ -101,9 +100,3 @@ def load_all(
         raise UserError(
             f"weight sync: {len(missing)} tensors did not come: {listed(list(missing))}; ship the whole model"
         )
-
-
-def listed(names: list[str]) -> str:
-    """The first SHOWN names for a message, and how many more there are."""
-    more = len(names) - SHOWN
-    return ", ".join(names[:SHOWN]) + (f" and {more} more" if more > 0 else "")

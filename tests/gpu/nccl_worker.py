@@ -91,7 +91,9 @@ def make_learner(
     if ep:
         sharded.attach(model, all_gather, spec)  # type: ignore[arg-type]
     settings = OptimSettings(lr=0.05 if sgd else 1e-3)
-    learner = Learner(model, spec, settings, RLSettings(), 1.0, 100, 1, world=world if ep else None)
+    learner = Learner(
+        model, spec, settings, RLSettings(), temperature=1.0, steps=100, updates_per_step=1, world=world if ep else None
+    )
     if sgd:  # Adam would turn rounding noise of small gradients into whole steps
         learner.optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     return learner

@@ -26,7 +26,9 @@ def losses(compile: bool, recipe: str) -> list[tuple[float, float]]:
     spec = resolve(QuantSettings(recipe=recipe))
     convert_learner(model, spec)
     parallelize(model, None, "full", compile)
-    learner = Learner(model, spec, OptimSettings(lr=1e-4, eps=1e-8), RLSettings(), 1.0, 10, 1)
+    learner = Learner(
+        model, spec, OptimSettings(lr=1e-4, eps=1e-8), RLSettings(), temperature=1.0, steps=10, updates_per_step=1
+    )
     generator, result = torch.Generator().manual_seed(1), []
     for length in (24, 40, 17):
         tokens = torch.randint(64, (4, length), generator=generator).tolist()

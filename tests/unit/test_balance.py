@@ -5,7 +5,7 @@ import torch
 from quads.config.sections import RLSettings
 from quads.distributed import Distributed
 from quads.model.config import ARCHITECTURES
-from quads.rl.balance import assign, attention_break_even, balance, pack_balanced, sequence_cost
+from quads.rl.balance import Packer, assign, attention_break_even, balance, sequence_cost
 from quads.rl.packing import Sample, split_by_tokens
 from quads.types import Completion
 
@@ -41,7 +41,7 @@ def test_assign_gives_equal_counts_and_even_loads():
 def test_one_process_keeps_its_samples():
     samples = [sample(3), sample(9), sample(2)]
     assert balance(samples, ALONE, 100.0) == samples
-    microbatches, denominator = pack_balanced(samples, RLSettings(microbatch_tokens=12), ALONE, 100.0)
+    microbatches, denominator = Packer(RLSettings(microbatch_tokens=12), ALONE, 100.0).pack(samples)
     assert [mb.lengths for mb in microbatches] == [(9, 3), (2,)] and denominator == 3.0
 
 

@@ -5,8 +5,8 @@ import pytest
 
 from quads.config.options import take_option
 from quads.errors import UserError
-from quads.rl.evaluate import eval_metrics, evaluate, format_side_by_side, format_table, pass_at_k
 from quads.rl.grading import Grading
+from quads.rl.scores import eval_metrics, evaluate, format_side_by_side, format_table, pass_at_k
 from quads.types import Completion, Example, Sampling, Verdict
 
 

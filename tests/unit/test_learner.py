@@ -27,7 +27,8 @@ def make_learner(recipe="quads", rl=None, optim=None, reference=False):
 
     rl, optim = rl or RLSettings(), optim or OptimSettings(lr=1e-2, eps=1e-8)
     spec = resolve(QuantSettings(recipe=recipe))
-    return Learner(model(), spec, optim, rl, 1.0, 10, 1, model() if reference else None)
+    frozen = model() if reference else None
+    return Learner(model(), spec, optim, rl, temperature=1.0, steps=10, updates_per_step=1, reference=frozen)
 
 
 def make_samples(seed=0, count=12):

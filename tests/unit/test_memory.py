@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from quads.config.sections import ParallelSettings, QuantSettings, RLSettings, RolloutSettings
-from quads.memory import GIB, estimate_memory
+from quads.memory import GIB, ProcessShape, estimate_memory
 from quads.model.config import ARCHITECTURES
 from quads.quant.recipes import resolve
 from tests.rollout_models import CONFIG, make_engine
@@ -19,7 +19,7 @@ ROLLOUT = RolloutSettings(max_batch=32, max_prompt_tokens=16, max_new_tokens=9) 
 def test_engine_on_a_cpu(recipe: str, dtype: torch.dtype) -> None:
     spec = resolve(QuantSettings(recipe=recipe))
     engine = make_engine(spec, dtype=dtype)
-    parts = estimate_memory(CONFIG, spec, ROLLOUT, RLSettings(), dtype, device_type="cpu").parts
+    parts = estimate_memory(ProcessShape(CONFIG, spec, ROLLOUT, RLSettings(), dtype, device_type="cpu")).parts
     assert parts["KV cache"] * GIB == engine.decoder.cache.k.nbytes + engine.decoder.cache.v.nbytes
     stored = sum(
         sum(part.nbytes for part in getattr(tensor, "parts", {"": tensor}).values())
@@ -31,9 +31,8 @@ def test_engine_on_a_cpu(recipe: str, dtype: torch.dtype) -> None:
 
 def test_the_reference_model_counts() -> None:
     spec = resolve(QuantSettings(recipe="bf16"))
-    plain, with_kl = (
-        estimate_memory(CONFIG, spec, ROLLOUT, RLSettings(kl_coef=kl), torch.bfloat16) for kl in (0.0, 0.1)
-    )
+    shapes = [ProcessShape(CONFIG, spec, ROLLOUT, RLSettings(kl_coef=kl), torch.bfloat16) for kl in (0.0, 0.1)]
+    plain, with_kl = map(estimate_memory, shapes)
     assert (with_kl.total - plain.total) * GIB == pytest.approx(4 * CONFIG.num_parameters()[0])
 
 
@@ -52,15 +51,17 @@ MEASURED_PEAKS = [
 def test_learner_peaks_measured_on_h200s(row: tuple) -> None:
     gpus, layers, recipe, tokens, checkpointing, compile, all_gather, measured = row
     estimate = estimate_memory(
-        replace(ARCHITECTURES["moe25b_a3b"], num_layers=layers),
-        resolve(QuantSettings(recipe=recipe)),
-        RolloutSettings(),
-        RLSettings(microbatch_tokens=tokens),
-        torch.bfloat16,
-        ParallelSettings(ep=gpus, activation_checkpointing=checkpointing, compile=compile),
-        gpus,
-        all_gather,
-        accumulated=False,
+        ProcessShape(
+            replace(ARCHITECTURES["moe25b_a3b"], num_layers=layers),
+            resolve(QuantSettings(recipe=recipe)),
+            RolloutSettings(),
+            RLSettings(microbatch_tokens=tokens),
+            torch.bfloat16,
+            ParallelSettings(ep=gpus, activation_checkpointing=checkpointing, compile=compile),
+            gpus,
+            all_gather,
+            accumulated=False,
+        )
     )
     learner = estimate.total - estimate.parts["engine weights"] - estimate.parts["KV cache"]
     assert learner == pytest.approx(measured, rel=0.05)  # the aim is 0.1
@@ -68,5 +69,5 @@ def test_learner_peaks_measured_on_h200s(row: tuple) -> None:
 
 def test_gradients_of_earlier_microbatches_count() -> None:
     args = (ARCHITECTURES["moe25b_a3b"], resolve(QuantSettings(recipe="bf16")), ROLLOUT, RLSettings(), torch.bfloat16)
-    first, later = (estimate_memory(*args, accumulated=accumulated) for accumulated in (False, True))
+    first, later = (estimate_memory(ProcessShape(*args, accumulated=accumulated)) for accumulated in (False, True))
     assert later.total > first.total and later.parts["gradients"] == later.parts["master weights"]

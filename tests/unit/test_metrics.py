@@ -14,7 +14,6 @@ from quads.config import Config, load_config
 from quads.config.sections import LogSettings, TrainSettings
 from quads.errors import UserError
 from quads.model.config import ModelConfig
-from quads.model.flops import train_flops
 from quads.run.folder import git_commit, open_run_folder, read_rows
 from quads.run.measure import Timers, mfu, peak_memory_gib
 from quads.run.metrics import RunLog, console_line
@@ -149,7 +148,7 @@ def test_flops_against_a_hand_count_and_mfu_of_known_gpus(monkeypatch: pytest.Mo
     # scores and values of a pair: 2 * 2 FLOPs a channel, head and layer, three times that with the backward
     pairs = (100 * 100 + 20 * 20) / 2
     expected = 6 * met * 120 + 3 * (2 * 2 * 2 * 4 * 8) * pairs
-    assert train_flops(config, [100, 20]) == train_flops(replace(config, tie_embeddings=True), [100, 20]) == expected
+    assert config.train_flops([100, 20]) == replace(config, tie_embeddings=True).train_flops([100, 20]) == expected
     assert mfu(1e14, torch.device("cpu")) is None
     for name, expected in (("NVIDIA H200", 1e14 / 989e12), ("NVIDIA GB200", 0.04), ("NVIDIA T4", None)):
         monkeypatch.setattr("torch.cuda.get_device_name", lambda device, name=name: name)

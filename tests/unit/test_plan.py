@@ -8,8 +8,7 @@ from quads.config import load_config
 from quads.config.options import take_option
 from quads.config.sections import ParallelSettings, QuantSettings, RLSettings, RolloutSettings
 from quads.errors import UserError
-from quads.memory import GIB, check_memory, estimate_memory
-from quads.memory_learner import layer_activations
+from quads.memory import GIB, ProcessShape, check_memory, estimate_memory, layer_activations
 from quads.model.config import ARCHITECTURES
 from quads.plan import count_local_sizes, describe, main, make_plan, rollout_rate, ways_to_fit
 from quads.quant.recipes import resolve
@@ -65,7 +64,7 @@ def test_gathering_bf16_keeps_a_quantized_copy_of_every_layer():
     def kept(ep, all_gather):
         parallel = ParallelSettings(ep=ep)  # nothing is computed again
         args = (MOE25B, spec, RolloutSettings(), RLSettings(), torch.bfloat16, parallel, 16)
-        return estimate_memory(*args, all_gather).parts["weights in the compute dtype"]
+        return estimate_memory(ProcessShape(*args, all_gather)).parts["weights in the compute dtype"]
 
     assert kept(8, "bf16") - kept(8, "packed") == pytest.approx(40 * (experts / 8 + rest), rel=0.02)
     # with one owner for each expert, that keeps its own either way
@@ -127,7 +126,7 @@ def test_processes_on_one_machine_share_its_memory():
         RolloutSettings(max_batch=1, max_new_tokens=64, max_prompt_tokens=8),
         RLSettings(microbatch_tokens=128),
     )
-    estimate = estimate_memory(ARCHITECTURES["tiny"], spec, rollout, rl, torch.float32)
+    estimate = estimate_memory(ProcessShape(ARCHITECTURES["tiny"], spec, rollout, rl, torch.float32))
     check_memory(estimate, torch.device("cpu"))
     with pytest.raises(UserError, match="use more processes"):
         check_memory(estimate, torch.device("cpu"), processes_here=1_000_000)

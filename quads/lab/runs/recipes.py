@@ -28,7 +28,7 @@ from quads.lab.runs import curves
 from quads.lab.runs.arms import Arm, Run, execute, plan
 from quads.lab.results import config_parser, markdown, number, progress, provenance, write_result
 from quads.config.options import real, whole
-from quads.rl.evaluate import standard_error
+from quads.rl.scores import standard_error
 
 HELP = "train the same config under each of the six recipes, and other arms; one table and one picture"
 

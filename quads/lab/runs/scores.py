@@ -30,7 +30,8 @@ from typing import Any
 import torch
 from matplotlib.figure import Figure
 
-from quads.assemble import DTYPES, build_engine, build_model, build_rewards, load_model_config, request_seeds
+from quads.assemble import build_engine, build_model, build_rewards, request_seeds
+from quads.checks import DTYPES, load_model_config
 from quads.run.checkpoint import find_checkpoint, load_model_weights
 from quads.config import Config, load_config
 from quads.distributed import choose_device
@@ -40,7 +41,7 @@ from quads.lab.results import config_argv, markdown, progress, provenance, write
 from quads.lab.subject import as_learner
 from quads.config.options import whole
 from quads.quant.recipes import ROLLOUTS, QuantSpec, resolve
-from quads.rl.evaluate import evaluate, standard_error
+from quads.rl.scores import evaluate, standard_error
 from quads.rl.grading import Grading
 from quads.data.tasks import build_task
 from quads.data.tokenizer import Tokenizer
@@ -116,7 +117,7 @@ def judge(spec: QuantSpec, policies: Sequence[Policy], prompts: int, samples: in
         cfg.task, cfg.sources, rewards.rewards, tokenizer, cfg.train.seed, cfg.rollout.max_prompt_tokens
     )
     examples = task.eval_set(prompts)
-    seeds = request_seeds(cfg.train.seed, SEED_PURPOSE, len(examples) * samples)
+    seeds = request_seeds(cfg.train.seed, SEED_PURPOSE, range(len(examples)), samples)
     sampling = Sampling(cfg.rollout.max_new_tokens, cfg.eval.temperature, tokenizer.eos_ids)
     native = replace(cfg, rollout=replace(cfg.rollout, engine="native"))
     engine = build_engine(native, model_config, spec, dtype, device)

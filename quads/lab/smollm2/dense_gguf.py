@@ -8,6 +8,8 @@ tokenizer.json is made here.
 import importlib
 import importlib.util
 import json
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,6 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 
 from quads.errors import UserError
-from quads.lab.smollm2.dense import DenseModel
 from quads.model.config import ModelConfig
 
 LAYER_NAMES = {
@@ -32,6 +33,16 @@ LAYER_NAMES = {
 }
 TOP_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 CONTROL_TOKEN = 3  # token_type of tokens that text never contains
+
+
+@dataclass
+class DenseModel:
+    """`shape` is the dense model seen as a mixture with one expert: every other size is read off it."""
+
+    shape: ModelConfig
+    tensors: Mapping[str, Tensor]
+    tokenizer_files: dict[str, str]  # file name -> its text
+    source: str
 
 
 def packaged_smollm2() -> Path:

@@ -25,7 +25,8 @@ from torch import Tensor
 from quads.config.options import real, whole
 from quads.data.tokenizer import Tokenizer
 from quads.errors import UserError
-from quads.lab.smollm2.dense import DenseModel, read_dense
+from quads.lab.smollm2.dense import read_dense
+from quads.lab.smollm2.dense_gguf import DenseModel
 from quads.model.attention import PackedContext
 from quads.model.config import ModelConfig
 from quads.model.hf import save_hf

@@ -20,7 +20,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from quads.assemble import DTYPES, build_model, build_rewards, check_vocabulary, load_model_config
+from quads.assemble import build_model, build_rewards
+from quads.checks import DTYPES, check_vocabulary, load_model_config
 from quads.config import load_config
 from quads.config.options import real, whole
 from quads.data.tasks import Task, build_task

@@ -66,7 +66,7 @@ class NativeEngine:
         self._rollout = rollout
         self._max_len = rollout.max_prompt_tokens + rollout.max_new_tokens
         self.dtype = torch.float64 if self.device.type == "cpu" and dtype == torch.float32 else dtype
-        self.model = build_model(model_config, spec, rollout.kernel, dtype, self.dtype, self.device)
+        self.model = build_rollout_model(model_config, spec, rollout.kernel, dtype, self.dtype, self.device)
         report(describe(model_config, rollout.max_batch, self._max_len, self.dtype))
         self._graphs, why = choose_graphs(rollout.cuda_graphs, self.device, self.dtype, spec, rollout.kernel)
         report(f"decoding: {why}")
@@ -159,7 +159,7 @@ class NativeEngine:
         self._complete = False
 
 
-def build_model(
+def build_rollout_model(
     config: ModelConfig, spec: QuantSpec, kernel: str, storage: torch.dtype, compute: torch.dtype, device: torch.device
 ) -> MoEDecoder:
     """The decoder with rollout layers, without values. Memory never holds more than one layer unquantized.
