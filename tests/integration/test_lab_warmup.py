@@ -42,11 +42,11 @@ def test_it_stops_where_it_is_told(tmp_path):
 
 def test_rows_end_with_eos_and_rows_without_an_answer_are_refused():
     tokenizer = Tokenizer(MODEL)
-    sample = warmup.as_sample(Example("1", "sums", "", [5, 6], {"answer": "12"}, {"reward": "task"}), tokenizer)
+    sample = warmup.as_sample(Example("1", "sums", "", [5, 6], {"answer": "12"}), tokenizer)
     assert (
         tokenizer.decode(sample.completion.token_ids) == "12" and sample.completion.token_ids[-1] in tokenizer.eos_ids
     )
     with pytest.raises(UserError, match="sources.code"):
-        warmup.as_sample(Example("1", "code", "", [5], [("in", "out")], {"reward": "code"}), tokenizer)
+        warmup.as_sample(Example("1", "code", "", [5], [("in", "out")]), tokenizer)
     with pytest.raises(UserError, match="--out"):
         warmup.main(["--config", "configs/tiny_quads.toml"])

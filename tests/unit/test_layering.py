@@ -36,7 +36,6 @@ EXCEPTIONS = {
     ("quant/backend.py", "quant/triton"): "says what serves a precision",
     ("rollout/native/kv_cache.py", "joins"): "the cache has the size that the memory estimate gave it",
     ("rollout/vllm/setup.py", "joins"): "likewise",
-    ("rollout/vllm/limits.py", "joins"): "likewise",
     ("quant/rollout.py", "quant/triton"): "which layers serve a kernel",
     ("quant/weights.py", "quant/triton"): "weights are quantized by kernels on a GPU",
     ("sandbox/helpers.py", "base"): "its error is the user's",
@@ -47,18 +46,16 @@ EXCEPTIONS = {
 LATE = {
     ("assemble.py", "rollout/native/engine.py"),
     ("assemble.py", "rollout/vllm/engine.py"),
-    ("checks.py", "rollout/vllm/limits.py"),
+    ("checks.py", "rollout/vllm/setup.py"),
     ("model/logprobs.py", "model/logprobs_triton.py"),
     ("quant/backend.py", "quant/triton/ops.py"),
     ("quant/rollout.py", "quant/triton/layers.py"),
     ("quant/weights.py", "quant/triton/fp8.py"),
     ("quant/weights.py", "quant/triton/pack.py"),
     ("rollout/vllm/engine.py", "rollout/vllm/groups.py"),
-    ("rollout/vllm/engine.py", "rollout/vllm/sampler.py"),
     ("rollout/vllm/loading.py", "quant/triton/pack.py"),
-    ("rollout/vllm/plugin.py", "rollout/vllm/options.py"),
-    ("rollout/vllm/plugin.py", "rollout/vllm/quant_config.py"),
-    ("rollout/vllm/quant_config.py", "rollout/vllm/site_triton.py"),
+    ("rollout/vllm/patches.py", "rollout/vllm/sampler.py"),
+    ("rollout/vllm/state.py", "rollout/vllm/site_triton.py"),
 }
 KNOW_OTHER_PROCESSES = {
     "model/parallelize.py",
@@ -84,7 +81,7 @@ BUDGETS = {
     "rollout/native": 900,
     "rollout/vllm": 2400,
     "rl": 1400,
-    "rl/rewards": 2700,
+    "rl/rewards": 2900,
     "data": 1300,
     "sandbox": 1700,
     "lab": 2400,
@@ -95,6 +92,7 @@ BUDGETS = {
 CORE = ("config", "run", "model", "quant", "rollout", "rollout/native", "rl")
 CORE_BUDGET = 9000
 FILE_BUDGET = 300
+LONG = {"config/sections.py": 350}  # one table of all keys
 
 
 @functools.cache
@@ -172,8 +170,8 @@ def test_there_are_no_circles() -> None:
         for relative in FILES
     }
     for start in FILES:
-        if start.startswith(("rollout/vllm/", "quant/")):
-            continue  # two circles that are still to be cut
+        if start.startswith("quant/"):
+            continue  # a circle that is still to be cut
         seen, todo = set(), list(arrows[start])
         while todo:
             file = todo.pop()
@@ -206,7 +204,7 @@ def test_the_core_can_be_read() -> None:
 
 @pytest.mark.parametrize("relative", FILES)
 def test_files_are_short(relative: str) -> None:
-    assert len((PACKAGE / relative).read_text(encoding="utf-8").splitlines()) <= FILE_BUDGET
+    assert len((PACKAGE / relative).read_text(encoding="utf-8").splitlines()) <= LONG.get(relative, FILE_BUDGET)
 
 
 def test_only_a_few_files_know_that_there_are_other_processes() -> None:
