@@ -220,8 +220,49 @@ def test_heavy_and_optional_packages_are_imported_late() -> None:
     for relative in FILES:
         for module, late in imports(PACKAGE / relative):
             root = module.split(".")[0]
-            if root in ("wandb", "transformers") or (root == "vllm" and not relative.startswith("rollout/vllm/")):
+            if root in ("wandb", "transformers"):
                 assert late, f"quads/{relative} imports {module} at the top"
+
+
+def test_only_one_room_imports_vllm() -> None:
+    for relative in FILES:
+        if not relative.startswith("rollout/vllm/"):
+            assert not [m for m, _ in imports(PACKAGE / relative) if m.split(".")[0] == "vllm"], f"quads/{relative}"
+
+
+def replaced(source: str) -> list[str]:
+    """What a file assigns to: attributes of names that it imports from vLLM, as `Sampler.forward`."""
+    tree = ast.parse(source)
+    theirs = {
+        (alias.asname or alias.name).split(".")[0]
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Import | ast.ImportFrom)
+        for alias in node.names
+        if (node.module or "" if isinstance(node, ast.ImportFrom) else alias.name).split(".")[0] == "vllm"
+    }
+    targets = [t for node in ast.walk(tree) if isinstance(node, ast.Assign) for t in node.targets]
+    targets += [
+        node.args[0]
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "setattr"
+    ]
+    found = []
+    for target in targets:
+        root = target
+        while isinstance(root, ast.Attribute):
+            root = root.value
+        if isinstance(root, ast.Name) and root.id in theirs:
+            found.append(ast.unparse(target))
+    return found
+
+
+def test_vllm_is_replaced_in_one_file() -> None:
+    for line in ("Sampler.forward = 3", "setattr(Sampler, name, 3)"):
+        assert replaced(f"from vllm.v1.sample.sampler import Sampler\n{line}")
+    assert replaced("import vllm.v1.engine.core as core\ncore.cleanup = None")
+    for relative in FILES:
+        if relative.startswith("rollout/vllm/") and relative != "rollout/vllm/patches.py":
+            assert not replaced((PACKAGE / relative).read_text(encoding="utf-8")), f"quads/{relative}"
 
 
 def test_judges_and_programs_start_without_torch() -> None:
