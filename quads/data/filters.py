@@ -32,11 +32,11 @@ class RowFilter:
         self.max_tokens = settings.max_prompt_tokens or max_prompt_tokens
         self.reader = reader
         self.counts: dict[str, int] = {}
-        self._seen: set[bytes] = set()
+        self._seen: dict[bytes, int] = {}  # prompts, with the gist of their answers
 
     def __call__(self, rows: Iterable[Row]) -> Iterator[Row]:
         """The rows that stay, in order. Reads ahead by up to 128 rows, to tokenize them together."""
-        kept = (row for row in rows if self._keep(row))
+        kept = (row for row in rows if self._keep(row) and not self._far_too_long(row))
         while batch := list(islice(kept, BATCH)):
             reasons = self.reader.unreadable([row.answer for row in batch])
             for reason in filter(None, reasons):
@@ -48,6 +48,12 @@ class RowFilter:
             for row, row_ids in zip(batch, ids, strict=True):
                 if self.fits(len(row_ids)):
                     yield row
+
+    def _far_too_long(self, row: Row) -> bool:
+        """Known from a part of the prompt: tokenizing 10 MB of text takes minutes."""
+        if not self.builder.far_longer(row.prompt, self.max_tokens):
+            return False
+        return not self.fits(self.max_tokens + 1)
 
     def fits(self, num_tokens: int) -> bool:
         """Is a prompt of this length used? Counts it if not."""
@@ -78,11 +84,12 @@ class RowFilter:
             self.count(f"not in language {self.settings.language}")
         elif row.answer is None:
             self.count("answer missing")
-        elif row.key in self._seen:
-            self.count("repeated prompt")
         else:
-            self._seen.add(row.key)
-            return True
+            key, gist = row.key, self.reader.gist(row.answer)
+            if key not in self._seen:
+                self._seen[key] = gist
+                return True
+            self.count("repeated prompt" if self._seen[key] == gist else "repeated prompt with another answer")
         return False
 
 

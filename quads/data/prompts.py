@@ -39,6 +39,20 @@ class PromptBuilder:
             messages.insert(0, {"role": "system", "content": system})
         return messages
 
+    def far_longer(self, prompt: Prompt, max_tokens: int) -> bool:
+        """Does a part of the prompt, before any template, have over twice this many tokens already?
+
+        Parts grow until they have, or are all of it; so the work is bounded by max_tokens, whatever the prompt is.
+        Twice, as the tokens at the end of a part may not be those of the whole.
+        """
+        text = prompt if isinstance(prompt, str) else "\n".join(message["content"] for message in prompt)
+        part = 16 * max_tokens + 4096
+        while len(text) > part:
+            if len(self.tokenizer.encode(text[:part])) > 2 * max_tokens:
+                return True
+            part *= 2
+        return False
+
     def ids(self, prompts: Iterable[Prompt]) -> list[list[int]]:
         """Token ids of worded prompts, [number of prompts][length]."""
         texts = [

@@ -5,9 +5,12 @@ without an answer is merely dropped, and counted. What the answer is, the reward
 """
 
 import hashlib
+import math
 import re
+import unicodedata
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from decimal import Decimal
 from typing import Any, Protocol
 
 from quads.config.sections import SourceSettings
@@ -32,7 +35,7 @@ class Row:
 
     @property
     def key(self) -> bytes:
-        """Equal for exact duplicates: the prompt's text, white space at the ends and repeats of it ignored."""
+        """Equal for duplicates: the prompt's text; white space at the ends and repeats of it are ignored."""
         return prompt_key(self.prompt)
 
 
@@ -57,15 +60,19 @@ class AnswerReader(Protocol):
         """For each answer why it can never be given, in words for people; "" where it can."""
         ...
 
+    def gist(self, answer: Any) -> int:
+        """Equal for equal answers: one prompt with two of them is a fault of the data."""
+        ...
+
     def unpack(self, answer: Any) -> Any:
         """The answer as scoring takes it. Data sets store tests compressed, and they stay so until they are used."""
         ...
 
 
 def prompt_key(prompt: Prompt) -> bytes:
-    """16 bytes that stand for a prompt."""
+    """16 bytes that stand for a prompt, however its accents are spelled in Unicode and its words are spaced."""
     texts = [prompt] if isinstance(prompt, str) else [message["content"] for message in prompt]
-    words = "\x1e".join(" ".join(text.split()) for text in texts)
+    words = "\x1e".join(" ".join(unicodedata.normalize("NFC", text).split()) for text in texts)
     return hashlib.blake2b(words.encode(), digest_size=16).digest()
 
 
@@ -215,15 +222,33 @@ def text_answer(values: dict[str, Any], settings: SourceSettings) -> str | None:
     value = column_value(values, settings.answer_column)
     if value is None:
         return None
-    if isinstance(value, bool) or not isinstance(value, str | int | float):
+    if isinstance(value, bool) or not isinstance(value, str | int | float | Decimal):
         raise BadRow(f"column {settings.answer_column!r} must hold text or a number, has {_kind(value)}")
-    text = _utf8(value, settings.answer_column) if isinstance(value, str) else repr(value)
+    text = _utf8(value, settings.answer_column) if isinstance(value, str) else number_text(value)
+    if text is None:
+        return None
     if settings.answer_pattern:
         found = re.findall(settings.answer_pattern, text)
         if not found:
             return None
         text = found[-1] if isinstance(found[-1], str) else found[-1][0]
     return text.strip() or None
+
+
+def number_text(value: int | float | Decimal) -> str | None:
+    """A number in its shortest form, a whole one without a point: type inference turns a column of 1 and 0.5 into
+    floats. None for NaN and infinities, which JSON and tables hold in place of a missing answer.
+
+    Example: `number_text(4.0)` -> '4'
+    """
+    if isinstance(value, int):
+        return str(value)
+    if not math.isfinite(value):
+        return None
+    if isinstance(value, Decimal):
+        digits = format(value, "f")
+        return (digits.rstrip("0").rstrip(".") if "." in digits else digits) if value else "0"
+    return str(int(value)) if value.is_integer() and abs(value) < 2**53 else repr(value)
 
 
 def _kind(value: Any) -> str:

@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from quads.config.sections import SourceSettings
 from quads.data.order import Shuffled, stable_seed
 from quads.data.rows import AnswerReader, BadRow, Row, needed_columns, read_rows
@@ -55,7 +57,8 @@ class RowReader:
     def stream(self, seed: int, epoch: int) -> Iterator[Row]:
         """The rows in the order of one pass: the stream's own, shuffled within a buffer."""
         data, place = load_hub(self.name, self.settings, self.test, streaming=True)
-        rows = read_rows(self.name, self.settings, self.reader, enumerate(data), place, "row", self.dropped)
+        raw = enumerate(_shorten(values, data.features) for values in data)
+        rows = read_rows(self.name, self.settings, self.reader, raw, place, "row", self.dropped)
         yield from _shuffled(rows, stable_seed(seed, self.name, epoch))
 
 
@@ -149,7 +152,9 @@ def read_jsonl(path: Path, where: str) -> Iterator[tuple[int, Any]]:
                 if not line.strip():
                     continue
                 try:
-                    yield number, json.loads(line.decode("utf-8").rstrip())
+                    yield number, json.loads(line.decode("utf-8").rstrip(), object_pairs_hook=_object)
+                except BadRow as reason:
+                    yield number, reason
                 except UnicodeDecodeError as error:
                     yield number, BadRow(f"is not UTF-8 text (byte {error.start + 1} of the line)")
                 except json.JSONDecodeError as error:
@@ -160,6 +165,16 @@ def read_jsonl(path: Path, where: str) -> Iterator[tuple[int, Any]]:
                     yield number, BadRow("is not usable JSON: a number of more than 4300 digits; write it as text")
     except OSError as error:
         raise UserError(f"{where} = {str(path)!r} cannot be read: {error.strerror}") from None
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object. BadRow for a key that it has twice: which value is meant?"""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        seen: set[str] = set()
+        twice = next(key for key, _ in pairs if key in seen or seen.add(key))
+        raise BadRow(f"has the key {twice!r} twice")
+    return found
 
 
 def _columns(name: str, data: Any, settings: SourceSettings, reader: AnswerReader, place: str) -> list[str]:
@@ -190,5 +205,22 @@ def _table(data: Any, columns: list[str]) -> Iterator[tuple[int, Any]]:
                 values = data[start + i] if batch is None else {column: batch[column][i] for column in columns}
             except UnicodeDecodeError as error:
                 values = BadRow(f"is not UTF-8 text (byte {error.start + 1})")
-            yield number, values
+            yield number, _shorten(values, data.features)
             number += 1
+
+
+def _shorten(value: Any, feature: Any) -> Any:
+    """The value with numbers of narrow columns in the shortest form that such a column tells apart; datasets gives the
+    0.1 of a float32 column as 0.10000000149011612.
+
+    feature: what `datasets` says of the column, for a row a dict of columns; None if it says nothing.
+    """
+    if isinstance(value, float):
+        kind = getattr(feature, "dtype", "")
+        return float(str(np.dtype(kind).type(value))) if kind in ("float32", "float16") else value
+    if isinstance(value, dict) and isinstance(feature, dict):
+        return {name: _shorten(item, feature.get(name)) for name, item in value.items()}
+    if isinstance(value, list):
+        inner = feature[0] if isinstance(feature, list) and feature else getattr(feature, "feature", None)
+        return value if inner is None else [_shorten(item, inner) for item in value]
+    return value

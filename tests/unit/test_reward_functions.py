@@ -195,6 +195,13 @@ def test_settings_that_no_reward_reads_are_refused(source: dict[str, Any], words
         pool_of(**source)
 
 
+def test_keys_of_code_reach_the_tests() -> None:
+    table = {"answer": {"inputs": [""], "outputs": ["0.5"]}}
+    for tolerance, found in ((-1.0, 1e-6), (0.0, 0.0), (0.25, 0.25)):
+        reward = pool_of(reward="code", code_tolerance=tolerance).rewards["s"]
+        assert reward.unpack(reward.read(table, "p")[1]).tolerance == found
+
+
 def test_exact_and_math_judge_generated_problems_too() -> None:
     """The answer is that of the entry; the words differ from "task" in what they accept."""
     source = SourceSettings(kind="reasoning_gym", dataset="chain_sum", eval_rows=4, reward="exact")

@@ -5,6 +5,7 @@ import json
 import pickle
 import zlib
 from dataclasses import replace
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -86,7 +87,7 @@ def test_local_forms(tmp_path: Path, form: str, streaming: bool) -> None:
 def test_csv(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_text('question,answer\n"1, 2?",3\n"x",4.5\n')
     task = build(replace(SETTINGS, dataset=str(tmp_path / "a.csv"), answer_column="answer", eval_rows=0))
-    assert {(e.prompt, e.answer) for e in task.batch(0, 2)} == {("1, 2?", "3.0"), ("x", "4.5")}
+    assert {(e.prompt, e.answer) for e in task.batch(0, 2)} == {("1, 2?", "3"), ("x", "4.5")}
 
 
 def test_what_a_file_format_complains_about_is_said(tmp_path: Path) -> None:
@@ -133,6 +134,25 @@ def test_bad_rows_of_tables_are_named(tmp_path: Path) -> None:
         build(settings)
     with pytest.raises(UserError, match=r"a.parquet has no column 'gold'; there is: question, answer"):
         build(replace(settings, answer_column="gold"))
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_numbers_of_narrow_columns(tmp_path: Path, streaming: bool) -> None:
+    """A float32 0.1 is written 0.1, as whoever made the table wrote it, also inside lists and objects."""
+    narrow = pa.array([0.1, 2.5, 4.0, float("nan")], pa.float32())
+    nested = pa.array([{"gold": [x]} for x in (0.1, 2.5, 4.0, 1.0)], pa.struct([("gold", pa.list_(pa.float32()))]))
+    money = pa.array([Decimal("1.50"), Decimal("2.00"), Decimal("0.25"), None], pa.decimal128(8, 2))
+    table = {"question": ["p1", "p2", "p3", "p4"], "narrow": narrow, "nested": nested, "money": money}
+    pq.write_table(pa.table(table), tmp_path / "a.parquet")
+    settings = replace(SETTINGS, dataset=str(tmp_path / "a.parquet"), eval_rows=0, streaming=streaming)
+    for column, texts in (
+        ("narrow", ["0.1", "2.5", "4"]),
+        ("nested.gold.0", ["0.1", "2.5", "4", "1"]),
+        ("money", ["1.5", "2", "0.25"]),
+    ):
+        task = build(replace(settings, answer_column=column))
+        found = {example.prompt: example.answer for example in task.batch(0, 4)}
+        assert [found[prompt] for prompt in sorted(found)] == texts
 
 
 def test_parquet_text_that_is_not_utf8(tmp_path: Path) -> None:

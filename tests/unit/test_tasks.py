@@ -3,6 +3,7 @@
 import json
 from collections import Counter
 from dataclasses import replace
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,8 @@ import pytest
 
 from quads.config.sections import RewardSettings, SourceSettings, TaskSettings
 from quads.data.order import Mixture, Shuffled, permutation, stable_seed
+from quads.data.prompts import PromptBuilder
+from quads.data.rows import number_text
 from quads.data.tasks import Task, build_task
 from quads.data.tokenizer import Tokenizer
 from quads.errors import UserError
@@ -212,6 +215,56 @@ def test_filters_count_what_they_drop(tmp_path: Path) -> None:
     )
     chinese = build({"a": replace(source, language="zh", eval_rows=0)})
     assert prompts(chinese, 0, 2) == [rows[4]["prompt"]] * 2
+
+
+def test_one_prompt_with_two_answers_is_counted_apart(tmp_path: Path) -> None:
+    """The spellings of an accent in Unicode and white space make no other prompt."""
+    rows = [("a", "1"), ("a ", "1"), ("a", "2"), ("caf\u00e9", "1"), ("cafe\u0301", "1"), ("cafe", "1")]
+    settings = jsonl(tmp_path / "r", [{"prompt": prompt, "answer": answer} for prompt, answer in rows])
+    task = build({"a": replace(settings, eval_rows=0)}, eval=("a",))
+    assert task.report[0].endswith("left out: 2 repeated prompt, 1 repeated prompt with another answer")
+    assert task.report[1] == "a: train 3 prompts"
+
+
+def test_a_key_given_twice_is_no_row(tmp_path: Path) -> None:
+    settings = jsonl(tmp_path / "r", ['{"prompt": "p", "answer": "1", "prompt": "q"}'])
+    with pytest.raises(UserError, match="line 1: has the key 'prompt' twice"):
+        build({"a": settings})
+
+
+def test_numbers_as_answers(tmp_path: Path) -> None:
+    missing = ["NaN", "Infinity", "-Infinity", "1e400"]
+    stored = ["1.0", "0.5", "-0.0", "1e22", "0.1", *missing, "7", "123456789012345678901"]
+    rows = [f'{{"prompt": "p{i}", "answer": {number}}}' for i, number in enumerate(stored)]
+    task = build({"a": replace(jsonl(tmp_path / "r", rows), eval_rows=0)}, eval=("a",))
+    examples = {example.prompt: example.answer for example in task.batch(0, 7)}
+    assert [examples[f"p{i}"] for i in (0, 1, 2, 3, 4, 9, 10)] == [
+        "1", "0.5", "0", "1e+22", "0.1", "7", "123456789012345678901",
+    ]  # fmt: skip
+    assert "4 answer missing" in task.report[0]
+    decimals = [Decimal(text) for text in ("1.50", "4.00", "100", "-0.0", "1E+3", "NaN")]
+    assert [number_text(value) for value in decimals] == ["1.5", "4", "100", "0", "1000", None]
+
+
+def test_a_huge_prompt_is_left_out_without_tokenizing_it(tmp_path: Path) -> None:
+    """Ten megabytes took minutes. Only what tells that it is too long reaches the tokenizer."""
+    huge = jsonl(tmp_path / "r", [{"prompt": text, "answer": "1"} for text in ("9 " * 5_000_000, "1 + 1 =", "x " * 40)])
+    sources = {"a": replace(huge, eval_rows=0)}
+    builder = PromptBuilder(TaskSettings(), TOKENIZER)
+    builder.tokenizer = counting = CountingTokenizer()
+    assert builder.far_longer("9 " * 5_000_000, 64) and counting.characters <= 16 * 64 + 4096
+    assert builder.far_longer([{"role": "user", "content": "9 " * 5_000_000}], 64)
+    assert not builder.far_longer("9 " * 100, 64)
+    task = build(sources, limit=64, eval=("a",))
+    assert "2 prompt longer than 64 tokens" in task.report[0]
+
+
+class CountingTokenizer:
+    characters = 0
+
+    def encode(self, text: str) -> list[int]:
+        self.characters += len(text)
+        return TOKENIZER.encode(text)
 
 
 def test_overlong_prompts_follow_the_rollout_limit(tmp_path: Path) -> None:

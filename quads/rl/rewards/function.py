@@ -14,6 +14,7 @@ import sys
 import traceback
 from collections.abc import Callable
 from concurrent.futures import Future
+from decimal import Decimal
 from typing import Any
 
 from quads.config.sections import SourceSettings
@@ -45,9 +46,12 @@ class Function(Reward):
         if not self._settings.answer_column:
             return prompt, (None, values)
         answer = column_value(values, self._settings.answer_column)
-        if isinstance(answer, str | int | float) and not isinstance(answer, bool):
+        if isinstance(answer, str | int | float | Decimal) and not isinstance(answer, bool):
             answer = text_answer(values, self._settings)
         return prompt, None if answer is None else (answer, values)
+
+    def gist(self, answer: Any) -> int:
+        return hash(repr(answer[0]))  # rows differ in their ids at least
 
     def submit(self, example: Example, answer: Any, text: str) -> "Future[Verdict]":
         return self._judge.submit(example.id, example.prompt, text, *answer)

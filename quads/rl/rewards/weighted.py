@@ -35,6 +35,9 @@ class Weighted(Reward):
         of_each = [r.unreadable([parts[i] for parts in answers]) for i, r in enumerate(self._rewards)]
         return [next(filter(None, reasons), "") for reasons in zip(*of_each, strict=True)]
 
+    def gist(self, answer: Any) -> int:
+        return hash(tuple(reward.gist(part) for reward, part in zip(self._rewards, answer, strict=True)))
+
     def unpack(self, answer: Any) -> Any:
         return [reward.unpack(part) for reward, part in zip(self._rewards, answer, strict=True)]
 
