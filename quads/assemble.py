@@ -73,11 +73,11 @@ class Parts:
         return Sampling(self.cfg.rollout.max_new_tokens, temperature, self.tokenizer.eos_ids)
 
     def request_seeds(self, purpose: str, prompts: range, samples: int) -> list[int]:
-        """For each of `samples` responses to each of `prompts`, by number: who draws which does not matter."""
+        """The seeds of `samples` responses to each of `prompts`, by number: who draws which does not matter."""
         return request_seeds(self.cfg.train.seed, purpose, prompts, samples)
 
     def grading(self, examples: list[Example], truncated: bool) -> Grading:
-        """For one rollout of these prompts. truncated: whether a response that was cut may earn a reward."""
+        """What grades one rollout of these prompts. truncated: whether a response that was cut may earn a reward."""
         return Grading(self.rewards.submit, self.tokenizer.decode_batch, self.tokenizer.eos_ids, examples, truncated)
 
     def evaluate(self, step: int) -> list[EvalResult]:

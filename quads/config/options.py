@@ -29,7 +29,7 @@ def whole(low: int) -> Callable[[str], int]:
 
 
 def real(*, low: float = -math.inf, above: float = -math.inf, high: float = math.inf) -> Callable[[str], float]:
-    """The same for a finite number. `low` and `high` are inclusive, `above` is not."""
+    """A parser of finite numbers for argparse. `low` and `high` are inclusive, `above` is not."""
     bounds = {"of at least": low, "above": above, "of at most": high}
     wanted = " and ".join(f"{words} {bound:g}" for words, bound in bounds.items() if math.isfinite(bound))
 

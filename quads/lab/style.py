@@ -77,7 +77,7 @@ def label_ends(ax: Axes) -> None:
 
 
 def save(figure: Figure, path: Path) -> Path:
-    """As PNG."""
+    """The figure as the bytes of a PNG file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=130)
     return path

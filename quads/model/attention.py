@@ -122,7 +122,7 @@ class PackedContext:
 
     @classmethod
     def build(cls, lengths: list[int], device: torch.device | str = "cpu") -> "PackedContext":
-        """For sequences of these lengths (each at least 1), in the order in which their tokens are laid."""
+        """The context of sequences of these lengths (each at least 1), in the order in which their tokens are laid."""
         lengths, device = [int(length) for length in lengths], torch.device(device)
         if not lengths or min(lengths) < 1:
             raise ValueError(f"PackedContext needs sequences of at least one token, got lengths {lengths}")

@@ -74,7 +74,7 @@ class AllToAllDispatcher(LocalDispatcher):
         self.size, self.rank = dist.get_world_size(group), dist.get_rank(group)
 
     def sort(self, x_TH: Tensor, ids_TA: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
-        """As without exchange, but the experts that this process owns come last."""
+        """The grouping that a dispatch without exchange makes, but with the experts of this process last."""
         own = num_experts // self.size
         first, end = own * self.rank, own * (self.rank + 1)
         later_TA = torch.where(ids_TA < end, ids_TA + num_experts - end, ids_TA - own)

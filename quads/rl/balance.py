@@ -29,7 +29,7 @@ def attention_break_even(config: ModelConfig) -> float:
 
 
 def sequence_cost(num_tokens: int, break_even: float) -> float:
-    """In tokens of a short sequence."""
+    """What a sequence costs, in tokens of a short one: the weights, and attention that grows with the square."""
     return num_tokens * (1.0 + num_tokens / break_even)
 
 

@@ -41,7 +41,7 @@ def build_adamw(
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
-    """Of all parameter groups, for the next step."""
+    """Set the learning rate of all parameter groups, for the next step."""
     for group in optimizer.param_groups:
         if isinstance(group["lr"], Tensor):
             group["lr"].fill_(lr)  # torchao compiles its update with the rate as an input

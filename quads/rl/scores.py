@@ -127,7 +127,8 @@ def _summarize(source: str, judged: list[JudgedPrompt]) -> EvalResult:
 
 
 def standard_error(values: Sequence[float]) -> float:
-    """Of the mean of independent values, such as one a prompt; NaN for a single one. NaN values are left out."""
+    """The standard error of the mean of independent values, such as one a prompt. NaN values are left out; NaN for a
+    single value."""
     known = [value for value in values if not math.isnan(value)]
     return statistics.stdev(known) / math.sqrt(len(known)) if len(known) > 1 else math.nan
 

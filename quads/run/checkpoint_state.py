@@ -111,7 +111,7 @@ def single_process_is_fine() -> Iterator[None]:
 
 
 def ignore_single_process() -> None:
-    """The same for the rest of the process."""
+    """Silence that warning for the rest of the process: for processes that do nothing but save."""
     warnings.filterwarnings("ignore", message="torch.distributed is disabled")
 
 

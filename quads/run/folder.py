@@ -94,7 +94,7 @@ def _gpu() -> str:
 
 
 def git_commit() -> str:
-    """Of the code that runs, with `+changes` if tracked files differ from it; `unknown` outside a git repository."""
+    """The commit of the code that runs, with `+changes` if tracked files differ; `unknown` outside a git repository."""
     folder = Path(__file__).resolve().parent
 
     def git(*args: str) -> str:

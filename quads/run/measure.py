@@ -40,7 +40,7 @@ class Timers:
             self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - start
 
     def seconds(self, name: str) -> float:
-        """Of this step so far; 0 for a phase that has not run."""
+        """Seconds that a phase of this step has taken so far; 0 for one that has not run."""
         return self._seconds.get(name, 0.0)
 
     def metrics(self) -> dict[str, float]:

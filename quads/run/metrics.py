@@ -80,7 +80,7 @@ class RunLog:
         return self._timers.phase(name)
 
     def seconds(self, name: str) -> float:
-        """Of a phase of the present step."""
+        """Seconds that a phase of the present step has taken so far."""
         return self._timers.seconds(name)
 
     def write(self, step: int, metrics: dict[str, float]) -> None:

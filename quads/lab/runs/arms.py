@@ -41,7 +41,7 @@ class Arm:
 
     @classmethod
     def parse(cls, name: str, overrides: str) -> "Arm":
-        """From the command line: `quads_token "--quant.recipe quads --quant.residual_selection token"`."""
+        """An arm as the command line has it: `quads_token "--quant.recipe quads --quant.residual_selection token"`."""
         words = tuple(shlex.split(overrides))
         if not name.isidentifier() or not words or not words[0].startswith("--"):
             raise UserError(f"--arm {name} {overrides!r}: give a name and '--section.key value ...' in one word")
@@ -61,7 +61,7 @@ class Run:
         return load_config(list(self.argv))
 
     def rows(self) -> list[dict[str, Any]]:
-        """Of metrics.jsonl if the folder is of this very config; where it saves and logs does not matter."""
+        """The rows of metrics.jsonl if the folder is of this very config; where it saves and logs does not matter."""
         if not (self.out / "config.toml").is_file() or not (self.out / "metrics.jsonl").is_file():
             return []
         cfg = self.config()

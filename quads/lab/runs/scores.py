@@ -76,7 +76,7 @@ class Policy:
         return cls(named[1], int(named[2]), folder, cfg) if named else cls(folder.name, cfg.train.seed, folder, cfg)
 
     def spec(self, rollout: str) -> QuantSpec:
-        """Of the engine that judges it; where nothing is compensated, the keys of the residual say nothing."""
+        """The settings of the engine that judges the policy; where nothing is compensated, the keys of the residual say nothing."""
         own = resolve(self.cfg.quant)
         precision = own.rollout if rollout == "own" else rollout
         spec = replace(own, learner_weights="bf16", learner_activations="bf16", rollout=precision)
