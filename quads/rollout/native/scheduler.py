@@ -191,7 +191,7 @@ class SampleLog:
         return group
 
     def _take_routing(self, prompt: int, n: int) -> list[Tensor]:
-        """Expert choices of each response: at its prompt's tokens, then at all of its own but the last, never fed one."""
+        """Expert choices of each response: at its prompt's tokens, then at all of its own but the last."""
         of_prompt = self.prompt_routing.pop(prompt).cpu()
         if not self.fed_requests:  # every response so far is one token long
             return [of_prompt] * n
