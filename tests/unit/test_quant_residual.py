@@ -107,3 +107,17 @@ def test_bf16_input_is_taken_as_it_is():
     x = rows().bfloat16()
     for a, b in zip(residual.compensate(x, 0.5, "token"), residual.compensate(x.float(), 0.5, "token"), strict=True):
         assert a.dtype == torch.float32 and torch.equal(a, b)
+
+
+@pytest.mark.parametrize("selection", ["batch", "block", "token"])
+def test_the_packed_pair_stands_for_the_same_terms_where_one_channel_is_huge(selection: str) -> None:
+    """A channel 3000 times as large as the others makes the scales of the two passes differ by far: an implementation
+    that took the scale of the first pass for the second would round all of the residual away."""
+    x_TK = torch.randn(5, 48, generator=torch.Generator().manual_seed(4))
+    x_TK[:, 17] *= 3000
+    main_TK, residual_TK = residual.compensate(x_TK, 0.5, selection)
+    pair = residual.compensate_packed(x_TK, 0.5, selection)
+    assert torch.equal(nvfp4.dequantize(*pair.main), main_TK)
+    kept = torch.where(pair.mask, nvfp4.dequantize(*pair.residual), 0.0)
+    assert torch.equal(kept, residual_TK)
+    assert (pair.residual[2] < pair.main[2] / 8).all() and residual_TK.any(dim=1).all()

@@ -1,5 +1,7 @@
 """The native engine: a response depends on its prompt, its seed and the weights, on nothing else in the batch."""
 
+import math
+
 import pytest
 import torch
 
@@ -224,6 +226,21 @@ def test_a_policy_of_nans_leaves_nothing_behind() -> None:
     assert all(value != value for c in flat(engine.generate([[5, 6]], 1, SAMPLING, [0])) for value in c.logprobs)
     sync(good, engine, spec, version=3)
     assert engine.generate([[5, 6], [7]], 2, SAMPLING, [0, 1, 2, 3]) == expected
+
+
+def test_a_sync_clears_keys_and_values_that_a_short_prompt_would_leave_behind() -> None:
+    """Beside a long prompt, the unused places of a short one are read (and weighted with 0, and 0 * NaN is NaN)."""
+    settings = RolloutSettings(max_batch=2, max_prompt_tokens=32, max_new_tokens=9)
+    engine = NativeEngine(CONFIG, PLAIN, settings, torch.float32, report=lambda line: None)
+    long, short = [4 + i % 30 for i in range(30)], [5, 6, 7]
+    broken = make_learner(PLAIN)
+    with torch.no_grad():
+        broken.model.layers[0].input_layernorm.weight.fill_(torch.nan)
+    sync(broken, engine, PLAIN, version=1)
+    engine.generate([long, long], 1, SAMPLING, [0, 1])
+    sync(make_learner(PLAIN), engine, PLAIN, version=2)
+    completions = flat(engine.generate([short, long], 1, SAMPLING, [0, 1]))
+    assert all(math.isfinite(value) for c in completions for value in c.logprobs)
 
 
 @pytest.mark.parametrize(("slots", "n"), [(32, 4), (6, 2), (3, 4)])
