@@ -14,6 +14,7 @@ import torch
 
 from quads.checks import (
     DTYPES,
+    check_context,
     check_engine,
     check_run_memory,
     check_sample_count,
@@ -127,6 +128,7 @@ def _build(cfg: Config, world: Distributed, checkpoint: str, rewards: RewardPool
     model_config = load_model_config(cfg)
     tokenizer = Tokenizer(cfg.model.tokenizer)
     check_vocabulary(tokenizer, model_config)
+    check_context(cfg, model_config, tokenizer)
     isolation = rewards.check()
     task = build_task(cfg.task, cfg.sources, rewards.rewards, tokenizer, cfg.train.seed, cfg.rollout.max_prompt_tokens)
     for line in task.report:

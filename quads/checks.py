@@ -61,6 +61,21 @@ def check_vocabulary(tokenizer: Tokenizer, model_config: ModelConfig) -> None:
         )
 
 
+def check_context(cfg: Config, model_config: ModelConfig, tokenizer: Tokenizer) -> None:
+    """UserError for sequences longer than the model, or its tokenizer, says it is meant for."""
+    rollout = cfg.rollout
+    longest = rollout.max_prompt_tokens + rollout.max_new_tokens
+    limits = {
+        f"max_position_embeddings = {model_config.max_position} of the model": model_config.max_position,
+        f"model_max_length = {tokenizer.max_tokens} of {tokenizer.folder}/tokenizer_config.json": tokenizer.max_tokens,
+    }
+    for name, limit in limits.items():
+        if limit is not None and longest > limit:
+            raise UserError(
+                f"[rollout] max_prompt_tokens + max_new_tokens = {longest} is more than {name}; lower one of the two"
+            )
+
+
 def check_engine(cfg: Config, model_config: ModelConfig, spec: QuantSpec, world: Distributed) -> None:
     """UserError where the rollout engine cannot do what the config asks, or is not installed. Importing vLLM takes
     long, so this only looks for it."""

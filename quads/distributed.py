@@ -163,6 +163,15 @@ def agree(flag: bool) -> bool:
     return bool(value)
 
 
+def lowest(number: int) -> int:
+    """The smallest `number` of all processes. All must call it, at the same point."""
+    if not has_peers():
+        return number
+    value = torch.tensor(number)
+    dist.all_reduce(value, dist.ReduceOp.MIN)
+    return int(value)
+
+
 @contextmanager
 def imagined_processes(parallel: ParallelSettings, size: int) -> Iterator[Distributed]:
     """The first of `size` processes that do not exist: meshes as they would be, collectives that do nothing. For

@@ -29,6 +29,7 @@ from quads.checks import load_model_config
 from quads.config import load_config as load_run_config
 from quads.config.sections import QuantSettings
 from quads.errors import UserError, main_guard
+from quads.finite import require_finite
 from quads.model.config import ModelConfig, load_config
 from quads.model.hf import HFCheckpoint, expert_names, parameter_shapes, save_hf, write_folder
 from quads.model.model import MoEDecoder
@@ -79,7 +80,13 @@ def open_source(source: Path) -> tuple[ModelConfig, QuantSpec, Read, Path]:
 
 @torch.no_grad()
 def export(kind: str, config: ModelConfig, spec: QuantSpec, read: Read, out: Path) -> None:
-    """Write the folder; one parameter at a time is in memory (of q, k, v: three)."""
+    """Write the folder; one parameter at a time is in memory (of q, k, v: three).
+
+    Raises:
+        UserError: a parameter is not finite, or the format cannot hold this model. Nothing is written then.
+    """
+    for name in parameter_shapes(config):
+        require_finite(name, read(name).bfloat16(), f"export to {out}")
     if kind == "bf16":
         save_hf(out, config, ((name, read(name)) for name in parameter_shapes(config)))
         return

@@ -21,6 +21,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer as FastTokenizer
 
 from quads.errors import UserError
+from quads.json_file import read_object, show
 
 SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
@@ -52,6 +53,7 @@ class Tokenizer:
         self._fast.no_padding()
         settings = _read_json(self.folder / "tokenizer_config.json")
         self.special_tokens = _special_tokens(settings, _read_json(self.folder / "special_tokens_map.json"))
+        self.max_tokens = _max_tokens(settings, self.folder)
         self.eos_ids = self._find_eos_ids()
         self.chat_template = _chat_template(self.folder, settings)
         self._template = None
@@ -157,15 +159,7 @@ def _environment() -> ImmutableSandboxedEnvironment:
 
 def _read_json(file: Path) -> dict[str, Any]:
     """The object in `file`, {} when there is no such file."""
-    try:
-        value = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError) as error:
-        raise UserError(f"{file} cannot be read as JSON: {error}") from None
-    if not isinstance(value, dict):
-        raise UserError(f"{file} must hold a JSON object, has a {type(value).__name__}")
-    return value
+    return read_object(file) if file.exists() else {}
 
 
 def _special_tokens(settings: dict[str, Any], special_map: dict[str, Any]) -> dict[str, str]:
@@ -180,10 +174,22 @@ def _special_tokens(settings: dict[str, Any], special_map: dict[str, Any]) -> di
     return tokens
 
 
+def _max_tokens(settings: dict[str, Any], folder: Path) -> int | None:
+    """model_max_length: the longest text that the model is meant for, None where nothing is said."""
+    value = settings.get("model_max_length")
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int | float) or not value >= 1:
+        raise UserError(
+            f"{folder / 'tokenizer_config.json'}: model_max_length is {show(value)}; it must be a number >= 1"
+        )
+    return int(min(value, 2**63))  # where there is no limit, 1e30 is written
+
+
 def _id_list(value: Any) -> list[int]:
     """eos_token_id is an id, a list of ids, or null."""
     values = value if isinstance(value, list) else [] if value is None else [value]
-    if not all(isinstance(item, int) and not isinstance(item, bool) for item in values):
+    if not all(isinstance(item, int) and not isinstance(item, bool) and 0 <= item < 2**32 for item in values):
         raise UserError(f"eos_token_id must be an id or a list of ids, is {value!r}")
     return list(values)
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from quads.assemble import build_engine, build_model, build_rewards, request_seeds
-from quads.checks import DTYPES, check_vocabulary, load_model_config
+from quads.checks import DTYPES, check_context, check_vocabulary, load_model_config
 from quads.config import Config, load_config
 from quads.config.options import whole
 from quads.data.tasks import build_task
@@ -135,6 +135,7 @@ def build_subject(args: argparse.Namespace, overrides: list[str], native: bool =
         raise UserError(f"--layer {layer}: the model has layers 0 to {model_config.num_layers - 1}")
     tokenizer = Tokenizer(cfg.model.tokenizer)
     check_vocabulary(tokenizer, model_config)
+    check_context(cfg, model_config, tokenizer)
     readers = build_rewards(cfg).rewards
     task = build_task(cfg.task, cfg.sources, readers, tokenizer, cfg.train.seed, cfg.rollout.max_prompt_tokens)
     master = build_model(cfg, model_config, device)

@@ -1,12 +1,13 @@
 """The shape of a model: what a Hugging Face config.json says, and the architectures that can be had by name."""
 
-import json
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from quads.errors import UserError
+from quads.json_file import read_object
+from quads.model.config_json import checked_fields
 
 # Without the qk-norm no published class has this layout, so such a folder carries a model type of its own.
 HF_MODEL_TYPE = {True: "qwen3_moe", False: "quads_moe"}
@@ -80,33 +81,36 @@ class ModelConfig:
 
     @classmethod
     def from_hf(cls, raw: dict[str, Any], where: str = "config.json") -> "ModelConfig":
-        """Reads the fields of a Hugging Face config. `where` names the file in messages."""
-        _refuse_unsupported(raw, where)
-        rope = raw.get("rope_parameters") or {}  # transformers 5 nests what 4 wrote as `rope_theta`
-        eos = raw.get("eos_token_id")
-        if "num_local_experts" in raw:  # so named by transformers 5
-            raw = {"num_experts": raw["num_local_experts"], **raw}
-        heads = _field(raw, "num_attention_heads", where)
-        hidden = _field(raw, "hidden_size", where)
-        return cls(
-            vocab_size=_field(raw, "vocab_size", where),
-            hidden_size=hidden,
-            num_layers=_field(raw, "num_hidden_layers", where),
-            num_heads=heads,
-            num_kv_heads=_field(raw, "num_key_value_heads", where),
-            head_dim=raw.get("head_dim") or hidden // heads,
-            moe_intermediate_size=_field(raw, "moe_intermediate_size", where),
-            num_experts=_field(raw, "num_experts", where),
-            top_k=_field(raw, "num_experts_per_tok", where),
-            # An absent key means the default of transformers' Qwen3MoeConfig, which is not always ours.
-            norm_topk_prob=raw.get("norm_topk_prob", False),
-            qk_norm=raw["model_type"] == HF_MODEL_TYPE[True],
-            rope_theta=float(raw.get("rope_theta", rope.get("rope_theta", 10000.0))),
-            rms_norm_eps=raw.get("rms_norm_eps", 1e-6),
-            tie_embeddings=raw.get("tie_word_embeddings", False),
-            max_position=raw.get("max_position_embeddings", 32768),
-            eos_token_ids=() if eos is None else tuple(eos) if isinstance(eos, list) else (eos,),
-        )
+        """Reads the fields of a Hugging Face config, checked as config_json.py says. `where` names the file.
+
+        Raises:
+            UserError: a field is missing, wrong, contradicted, or asks for what this decoder does not do.
+        """
+        fields = checked_fields(raw, where, list(HF_MODEL_TYPE.values()))
+        heads, hidden = fields["num_attention_heads"], fields["hidden_size"]
+        eos = fields.get("eos_token_id")
+        try:
+            return cls(
+                vocab_size=fields["vocab_size"],
+                hidden_size=hidden,
+                num_layers=fields["num_hidden_layers"],
+                num_heads=heads,
+                num_kv_heads=fields["num_key_value_heads"],
+                head_dim=hidden // heads if fields.get("head_dim") is None else fields["head_dim"],
+                moe_intermediate_size=fields["moe_intermediate_size"],
+                num_experts=fields["num_experts"],
+                top_k=fields["num_experts_per_tok"],
+                # An absent key means the default of transformers' Qwen3MoeConfig, which is not always ours.
+                norm_topk_prob=fields.get("norm_topk_prob", False),
+                qk_norm=fields["model_type"] == HF_MODEL_TYPE[True],
+                rope_theta=float(fields.get("rope_theta", 10000.0)),
+                rms_norm_eps=float(fields.get("rms_norm_eps", 1e-6)),
+                tie_embeddings=fields.get("tie_word_embeddings", False),
+                max_position=fields.get("max_position_embeddings", 32768),
+                eos_token_ids=() if eos is None else tuple(eos) if isinstance(eos, list) else (eos,),
+            )
+        except UserError as error:  # how fields bind each other
+            raise UserError(f"{where}: {error}") from None
 
     def to_hf(self) -> dict[str, Any]:
         """The config.json that transformers' Qwen3MoeForCausalLM and vLLM load (with `qk_norm`; see HF_MODEL_TYPE)."""
@@ -227,43 +231,4 @@ def load_config(folder: str | Path) -> ModelConfig:
             f"no model at {folder}: {path} does not exist; give a folder with config.json and safetensors files (of a "
             "model on the Hugging Face hub: `hf download NAME --local-dir FOLDER` makes one)"
         )
-    try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise UserError(f"{path} is not valid JSON ({error}); save the model again") from None
-    if not isinstance(raw, dict):
-        raise UserError(f"{path} does not hold a JSON object; save the model again")
-    return ModelConfig.from_hf(raw, str(path))
-
-
-def _field(raw: dict[str, Any], name: str, where: str) -> Any:
-    if not isinstance(raw.get(name), int):
-        raise UserError(f"{where}: {name} is {raw.get(name, 'missing')}; a Qwen3-MoE config has a whole number there")
-    return raw[name]
-
-
-def _refuse_unsupported(raw: dict[str, Any], where: str) -> None:
-    """Every field that would change the computation into one that this decoder does not do."""
-    model_type = raw.get("model_type")
-    if model_type not in HF_MODEL_TYPE.values():
-        raise UserError(
-            f"{where}: model_type is {model_type!r}; only {' and '.join(HF_MODEL_TYPE.values())} are supported"
-        )
-    rope = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
-    rope_type = rope.get("rope_type", rope.get("type", "default"))
-    refused = {
-        "attention_bias": raw.get("attention_bias", False),
-        "use_sliding_window": raw.get("use_sliding_window", False),
-        "mlp_only_layers": raw.get("mlp_only_layers") or [],
-        "decoder_sparse_step": raw.get("decoder_sparse_step", 1) != 1 and raw["decoder_sparse_step"],
-        "hidden_act": raw.get("hidden_act", "silu") != "silu" and raw["hidden_act"],
-        "rope_scaling": rope_type != "default" and rope_type,
-        "partial_rotary_factor": rope.get("partial_rotary_factor", 1.0) != 1.0 and rope["partial_rotary_factor"],
-        "attention_dropout": raw.get("attention_dropout", 0.0),
-        "quantization_config": raw.get("quantization_config"),
-    }
-    for name, value in refused.items():
-        if value:
-            raise UserError(
-                f"{where}: {name} = {value} is not supported; the model must be a plain Qwen3-MoE checkpoint"
-            )
+    return ModelConfig.from_hf(read_object(path), str(path))

@@ -24,6 +24,8 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from quads.errors import UserError
+from quads.finite import require_finite
+from quads.json_file import read_object, show
 from quads.model.config import ModelConfig, load_config
 from quads.model.model import MoEDecoder
 
@@ -50,7 +52,8 @@ def expert_names(name: str, expert: int) -> list[str]:
 class HFCheckpoint:
     """The tensors of a folder, checked against a config when opened and read one at a time.
 
-    Raises UserError, naming file and tensor, for a missing, unknown or misshaped tensor and for unreadable files.
+    Raises UserError, naming file and tensor, for a missing, unknown or misshaped tensor, for one that would be ignored
+    although it says something else than what is used in its place, and for unreadable files.
     """
 
     def __init__(self, folder: str | Path, config: ModelConfig) -> None:
@@ -68,6 +71,17 @@ class HFCheckpoint:
             return whole if experts is None else whole[experts.start : experts.stop]
         chosen = range(self.config.num_experts) if experts is None else experts
         return torch.stack([torch.cat([self._read(part) for part in expert_names(name, e)]) for e in chosen])
+
+    def require_finite(self, name: str, rows: range | None = None) -> None:
+        """Raises UserError, with file and tensor, if the parameter `name` has NaN or infinity in what would be read of
+        it. `rows`: only these experts of a fused parameter, only these rows of another."""
+        if name in self._files or not expert_names(name, 0):
+            whole = self._read(name)
+            require_finite(name, whole if rows is None else whole[rows.start : rows.stop], self._files[name])
+            return
+        for expert in range(self.config.num_experts) if rows is None else rows:
+            for part in expert_names(name, expert):
+                require_finite(part, self._read(part), self._files[part])
 
     def _read(self, name: str) -> Tensor:
         path = self._files[name]
@@ -94,17 +108,41 @@ class HFCheckpoint:
                 raise UserError(f"{file}: tensor {name} has shape {list(actual)}, config.json asks for {list(shape)}")
             if dtype not in READABLE:
                 raise UserError(f"{file}: tensor {name} is stored as {dtype}; use a checkpoint in bf16, fp16 or fp32")
-        ignored = {"lm_head.weight"} if self.config.tie_embeddings else set()  # a copy of the embedding
-        for name in found.keys() - wanted.keys() - ignored:
-            if not name.endswith("rotary_emb.inv_freq"):  # older files store this derived table
-                raise UserError(f"{found[name][0]}: unknown tensor {name}; only plain Qwen3-MoE checkpoints load")
+        for name in found.keys() - wanted.keys():
+            self._require_redundant(name, found[name][0])
+
+    def _require_redundant(self, name: str, file: Path) -> None:
+        """Raises UserError unless the model computes with the very values of a tensor that it has no parameter for."""
+        if name == "lm_head.weight" and self.config.tie_embeddings:  # a copy of the embedding
+            head, embedding = self._read(name), self._read("model.embed_tokens.weight")
+            same_type = head.dtype == embedding.dtype  # a cast to the wider one of two types loses nothing
+            if not torch.equal(*((head, embedding) if same_type else (head.double(), embedding.double()))):
+                raise UserError(
+                    f"{file}: tensor {name} is not the embedding, but tie_word_embeddings of config.json says it is; "
+                    "set that to false to use the stored one, or remove the tensor"
+                )
+        elif name.endswith("rotary_emb.inv_freq"):  # older files store this derived table
+            config = self.config
+            exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float64) / config.head_dim
+            derived, stored = config.rope_theta**-exponents, self._read(name)
+            rounding = 0.01 if stored.dtype.itemsize == 2 else 1e-5
+            if stored.shape != derived.shape or not torch.allclose(stored.double(), derived, rtol=rounding, atol=0.0):
+                raise UserError(
+                    f"{file}: tensor {name} is not that of rope_theta = {config.rope_theta:g} in config.json; correct "
+                    "rope_theta, or remove the tensor"
+                )
+        else:
+            raise UserError(f"{file}: unknown tensor {name}; only plain Qwen3-MoE checkpoints load")
 
 
 @torch.no_grad()
 def load_hf(folder: str | Path, model: MoEDecoder) -> None:
-    """Copies the weights of a folder into a model of that shape, in place. Nothing is written if anything is wrong."""
+    """Copies the weights of a folder into a model of that shape, in place. Nothing is written if anything is wrong: the
+    values are read once to see that they are finite, and once more, then out of memory, to copy them."""
     check_same_shape(folder, model)
     checkpoint = HFCheckpoint(folder, model.config)
+    for name in checkpoint.shapes:
+        checkpoint.require_finite(name)
     for name, parameter in model.named_parameters():
         parameter.copy_(checkpoint.tensor(name))
 
@@ -216,10 +254,12 @@ def check_same_shape(folder: str | Path, model: MoEDecoder) -> None:
 def _tensor_files(folder: Path) -> dict[str, Path]:
     index = folder / INDEX
     if index.is_file():
-        try:
-            weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError) as error:
-            raise UserError(f"{index} is not a valid index ({error!r}); save or download the model again") from None
+        weight_map = read_object(index).get("weight_map")
+        if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
+            raise UserError(
+                f"{index}: weight_map is {show(weight_map)}; it must map names of tensors to files, save or download "
+                "the model again"
+            )
         files = {name: folder / file for name, file in weight_map.items()}
     else:
         singles = sorted(folder.glob("*.safetensors"))

@@ -213,16 +213,19 @@ def write_part(parameter: Tensor, values: Tensor) -> None:
 
 @torch.no_grad()
 def load_hf_sharded(folder: str | Path, model: MoEDecoder) -> None:
-    """`load_hf` for a sharded model: each process reads the experts it owns, one tensor at a time."""
+    """`load_hf` for a sharded model: each process reads the experts it owns, one tensor at a time, and finds the values
+    that are not finite among them."""
     check_same_shape(folder, model)
     checkpoint = HFCheckpoint(folder, model.config)
+    parts = {name: local_part(parameter)[0] for name, parameter in model.named_parameters()}
+    owned = {name: range(rows.start, rows.stop) for name, rows in parts.items() if rows.stop > rows.start}
+    for name, rows in owned.items():  # none where there are more processes than rows
+        checkpoint.require_finite(name, rows)
     for name, parameter in model.named_parameters():
-        rows = local_part(parameter)[0]
-        if rows.stop <= rows.start:
-            continue  # more processes than rows
-        experts = range(rows.start, rows.stop)
-        values = checkpoint.tensor(name, experts) if expert_names(name, 0) else checkpoint.tensor(name)[rows]
-        local_tensor(parameter).copy_(values)
+        if name in owned:
+            fused = bool(expert_names(name, 0))
+            values = checkpoint.tensor(name, owned[name]) if fused else checkpoint.tensor(name)[parts[name]]
+            local_tensor(parameter).copy_(values)
 
 
 @torch.no_grad()

@@ -2,6 +2,7 @@
 
     learner: bf16(master) -> packed bytes, once a step      (quant/learner.py; they also serve its own forward)
     sync:    the same bytes for quantized matrices, the compute dtype for everything else
+             nothing at all if a weight is not finite
     engine:  copies into the storage it has, drops its caches, and takes the new version last
 
 With `verify`, a checksum of every tensor on both sides is compared. It is exact: over the raw bytes, as 64-bit words
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from quads.errors import UserError, listed
+from quads.model.finite_weights import require_finite_weights
 from quads.quant.recipes import QuantSpec
 from quads.quant.sharded import quantized_weights
 from quads.quant.tensor import QuantizedTensor
@@ -44,9 +46,10 @@ def sync(learner_model: nn.Module, engine: Engine, spec: QuantSpec, version: int
     engine, and one whole tensor at a time is gathered.
 
     Raises:
-        UserError: a tensor is missing, unknown, misshaped or there twice; with `verify`, one differs afterwards
-        (named).
+        UserError: a weight is not finite, and the engine keeps what it has; a tensor is missing, unknown, misshaped or
+        there twice; with `verify`, one differs afterwards (named).
     """
+    require_finite_weights(learner_model, f"weight sync of version {version}")
     shipped: dict[str, int] = {}
 
     def watched() -> Iterator[tuple[str, Tensor]]:

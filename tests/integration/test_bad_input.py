@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 import train
 from quads.model.config import ModelConfig
@@ -95,6 +97,15 @@ def reasoning_gym(dataset: str, params: str = "{}") -> Damage:
 
 
 WEIGHTS = "model/model.safetensors"
+
+
+def poison_weight(world: Path) -> None:
+    """One NaN in one expert."""
+    tensors = load_file(world / WEIGHTS)
+    tensors["model.layers.1.mlp.experts.2.up_proj.weight"][5, 7] = torch.nan
+    save_file(tensors, world / WEIGHTS, metadata={"format": "pt"})
+
+
 CASES = {
     # the config
     "unknown key": Case(
@@ -124,9 +135,41 @@ CASES = {
     ),
     "config.json is not JSON": Case("model/config.json is not valid JSON", damage=write("model/config.json", "{")),
     "another kind of model": Case(
-        "model_type is 'llama'; only qwen3_moe", damage=set_json("model/config.json", model_type="llama")
+        'model_type is "llama"; only qwen3_moe', damage=set_json("model/config.json", model_type="llama")
     ),
-    "field missing": Case("hidden_size is None", damage=set_json("model/config.json", hidden_size=None)),
+    "field missing": Case(
+        "model/config.json: hidden_size is null; it must be a whole number from 1 to 1048576",
+        damage=set_json("model/config.json", hidden_size=None),
+    ),
+    "field of another type": Case(
+        'model/config.json: rms_norm_eps is "1e-6"; it must be a number > 0',
+        damage=set_json("model/config.json", rms_norm_eps="1e-6"),
+    ),
+    "yes that says no": Case(
+        'model/config.json: norm_topk_prob is "false"; it must be true or false',
+        damage=set_json("model/config.json", norm_topk_prob="false"),
+    ),
+    "rotary base given twice": Case(
+        "model/config.json: rope_theta = 10000.0 contradicts rope_parameters.rope_theta = 1000000.0",
+        damage=set_json("model/config.json", rope_parameters={"rope_type": "default", "rope_theta": 1e6}),
+    ),
+    "beyond the model's context": Case(
+        "[rollout] max_prompt_tokens + max_new_tokens = 14 is more than max_position_embeddings = 8 of the model",
+        damage=set_json("model/config.json", max_position_embeddings=8),
+    ),
+    "beyond the tokenizer's context": Case(
+        "[rollout] max_prompt_tokens + max_new_tokens = 14 is more than model_max_length = 13 of ...model/tokenizer",
+        damage=set_json("model/tokenizer_config.json", model_max_length=13),
+    ),
+    "head that is not the embedding": Case(
+        "tensor lm_head.weight is not the embedding, but tie_word_embeddings of config.json says it is; set",
+        damage=set_json("model/config.json", tie_word_embeddings=True),
+    ),
+    "a weight that is not finite": Case(
+        "tensor model.layers.1.mlp.experts.2.up_proj.weight has 1 values of 1024 that are not finite",
+        damage=poison_weight,
+        dry_run=False,  # which reads no weights
+    ),
     "no weights": Case("has 0 safetensors files", damage=remove(WEIGHTS)),
     "weights cut off": Case("model.safetensors cannot be read ... save or download", damage=cut(WEIGHTS, 100)),
     "weights empty": Case("model.safetensors cannot be read ... save or download", damage=write(WEIGHTS, "")),

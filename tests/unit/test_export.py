@@ -11,13 +11,15 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from quads.config import config_to_toml, load_config
+from quads.config.sections import QuantSettings
+from quads.errors import UserError
 from quads.export import export, main
 from quads.model.config import ARCHITECTURES
 from quads.model.hf import load_model, save_hf
 from quads.model.model import MoEDecoder
 from quads.quant import nvfp4
 from quads.quant.learner import convert_learner, quantized_weights, requantize
-from quads.quant.recipes import QuantSpec
+from quads.quant.recipes import QuantSpec, resolve
 from quads.quant.tensor import NVFP4Tensor
 from quads.run.checkpoint import Checkpointer
 from quads.run.checkpoint_state import TrainState
@@ -163,3 +165,14 @@ def test_a_run_is_exported_with_its_own_quantization(learner: MoEDecoder, folder
     assert_bitwise(tensors[f"{STEM}.self_attn.q_proj.weight"], weight.detach().bfloat16())
     packed = NVFP4Tensor.from_hp(learner.get_parameter(f"{STEM}.mlp.experts.down_proj").detach().bfloat16())
     assert_bitwise(tensors[f"{STEM}.mlp.experts.3.down_proj.weight"], packed.packed[3])
+
+
+@pytest.mark.parametrize("kind", ["bf16", "nvfp4-modelopt"])
+def test_a_weight_that_is_not_finite_is_not_exported(kind: str, learner: MoEDecoder, tmp_path: Path) -> None:
+    name = f"{STEM}.mlp.experts.down_proj"
+    with torch.no_grad():
+        learner.get_parameter(name)[3, 1, 2] = torch.inf
+    read = {key: value.detach() for key, value in learner.named_parameters()}.__getitem__
+    with pytest.raises(UserError, match=f"tensor {name} has 1 values"):
+        export(kind, learner.config, resolve(QuantSettings()), read, tmp_path / "out")
+    assert not (tmp_path / "out").exists()

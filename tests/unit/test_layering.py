@@ -71,10 +71,10 @@ KNOW_OTHER_PROCESSES = {
 # Lines that a room may hold: what stands there today and some more. A room that outgrows its budget is cut, or the
 # budget is raised in a commit that says why.
 BUDGETS = {
-    "base": 700,
+    "base": 800,
     "config": 1000,
     "run": 1100,
-    "model": 1900,
+    "model": 2150,
     "quant": 2300,
     "quant/triton": 3300,
     "rollout": 350,

@@ -97,6 +97,37 @@ def test_tied_embeddings_are_stored_once_and_a_copy_is_accepted(tmp_path: Path) 
     assert_same(load_model(tmp_path), tied)
 
 
+def test_a_tied_head_that_is_not_the_embedding_is_refused(tmp_path: Path) -> None:
+    config = replace(CONFIG, tie_embeddings=True)
+    tied = MoEDecoder(config)
+    tied.init_weights()
+    save_hf(tmp_path, config, tied, torch.float32)
+    other = load_file(tmp_path / "model.safetensors")["model.embed_tokens.weight"].clone()
+    other[10, 7] += 1e-6
+    edit_tensors(tmp_path, lambda t: t.update({"lm_head.weight": other}))
+    with pytest.raises(UserError, match="lm_head.weight is not the embedding, but tie_word_embeddings"):
+        load_model(tmp_path)
+    edit_tensors(tmp_path, lambda t: t.update({"lm_head.weight": other[:5]}))
+    with pytest.raises(UserError, match="lm_head.weight is not the embedding"):
+        HFCheckpoint(tmp_path, config)
+
+
+def test_a_stored_rotary_table_must_be_the_derived_one(model: MoEDecoder, tmp_path: Path) -> None:
+    save_hf(tmp_path, CONFIG, model, torch.float32)
+    name = "model.layers.0.self_attn.rotary_emb.inv_freq"
+    for dtype in (torch.float32, torch.bfloat16):
+        edit_tensors(tmp_path, lambda t, dtype=dtype: t.update({name: torch.tensor([1.0, 1e6**-0.5]).to(dtype)}))
+        assert_same(load_model(tmp_path), model)
+
+
+def test_an_index_that_maps_to_no_files_is_refused(model: MoEDecoder, tmp_path: Path) -> None:
+    save_hf(tmp_path, CONFIG, model, torch.float32)
+    for weight_map in (None, [], "x", {"model.norm.weight": 3}):
+        (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+        with pytest.raises(UserError, match="index.json: weight_map is .* must map names of tensors to files"):
+            load_model(tmp_path)
+
+
 def test_no_qk_norm_is_marked_as_our_own_model_type(tmp_path: Path) -> None:
     config = replace(CONFIG, qk_norm=False)
     model = MoEDecoder(config)
@@ -136,6 +167,21 @@ DAMAGE = {
     "dtype": (
         lambda t: t.update({"model.norm.weight": torch.zeros(8, dtype=torch.int32)}),
         "model.norm.weight is stored as I32",
+    ),
+    **{
+        f"{value} in one expert": (
+            lambda t, value=value: t[f"{PREFIX}.2.down_proj.weight"][3].fill_(value),
+            rf"model.safetensors: tensor {PREFIX}.2.down_proj.weight has 6 values of 48 that are not finite",
+        )
+        for value in (torch.nan, torch.inf, -torch.inf)
+    },
+    "NaN in the last tensor": (
+        lambda t: t["model.norm.weight"][7:].fill_(torch.nan),
+        "tensor model.norm.weight has 1 values of 8 that are not finite",
+    ),
+    "rotary table of another base": (
+        lambda t: t.update({"model.layers.0.self_attn.rotary_emb.inv_freq": torch.tensor([1.0, 1e-2])}),
+        "rotary_emb.inv_freq is not that of rope_theta = 1e[+]06",
     ),
 }
 

@@ -150,3 +150,18 @@ def test_checksum_of_a_large_tensor_counts_words_through_all_its_parts(monkeypat
     assert WORDS_AT_ONCE > 1000
     monkeypatch.setattr("quads.rollout.sync.WORDS_AT_ONCE", 7)
     assert checksum(words) == whole
+
+
+@pytest.mark.parametrize("value", [torch.nan, -torch.inf, 3.4e38], ids=["nan", "inf", "beyond bf16"])
+@pytest.mark.parametrize("name", ["model.layers.1.mlp.experts.down_proj", "model.norm.weight"])
+def test_a_weight_that_is_not_finite_is_named_and_the_engine_keeps_its_own(name: str, value: float) -> None:
+    engine, model = make_engine(QUADS), make_learner(QUADS)
+    sync(model, engine, QUADS, version=4)
+    before = engine.checksums()
+    with torch.no_grad():
+        dict(model.named_parameters())[name].view(-1)[-1] = value
+    requantize(model)
+    with pytest.raises(UserError, match=rf"weight sync of version 5: weight {name} is not finite in bf16"):
+        sync(model, engine, QUADS, version=5)
+    assert engine.checksums() == before and engine.policy_version == 4
+    assert engine.generate([[5]], 1, SAMPLING, [0])[0][0].policy_version == 4
