@@ -42,9 +42,9 @@ from quads.memory import GIB, ProcessShape, estimate_memory
 from quads.model.config import ARCHITECTURES, ModelConfig
 from quads.model.model import MoEDecoder
 from quads.model.parallelize import parallelize, write_part
-from quads.quant.learner import QATExperts, QATLinear, convert_learner
+from quads.quant.convert import convert_learner
+from quads.quant.masters import attach, requantize
 from quads.quant.recipes import QuantSpec, resolve
-from quads.quant.sharded import SHARDED, attach, requantize
 from quads.rl.learner import Learner
 from quads.rl.loss import grpo_loss
 from quads.rl.packing import Microbatch, Sample, pack
@@ -130,7 +130,7 @@ def build_learner(
 ) -> Learner:
     with torch.device("meta"):
         model = MoEDecoder(config, torch.bfloat16)
-    convert_learner(model, spec, SHARDED if world.meshes else (QATLinear, QATExperts))
+    convert_learner(model, spec)
     parallelize(model, world.meshes, parallel.activation_checkpointing, parallel.compile)
     model.to_empty(device=world.device)
     model.init_weights(torch.Generator(world.device).manual_seed(0), write_part)

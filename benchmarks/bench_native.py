@@ -16,7 +16,7 @@ import torch
 from quads.config.sections import RolloutSettings
 from quads.model.config import ARCHITECTURES
 from quads.quant.recipes import QuantSpec
-from quads.quant.tensor import NVFP4Tensor
+from quads.quant.tensor import QuantizedTensor
 from quads.rollout.native.engine import NativeEngine
 from quads.types import Sampling
 
@@ -31,7 +31,7 @@ def random_weights(engine: NativeEngine):
         values = torch.ones(stored.shape) if stored.dim() == 1 else None
         if values is None:
             values = torch.randn(stored.shape, device="cuda", dtype=torch.bfloat16) * 0.02
-        yield name, NVFP4Tensor.from_hp(values) if isinstance(stored, NVFP4Tensor) else values
+        yield name, QuantizedTensor.from_hp(values, "nvfp4") if isinstance(stored, QuantizedTensor) else values
 
 
 def measure(engine: NativeEngine, sequences: int) -> float:

@@ -32,9 +32,10 @@ from quads.model.config import ModelConfig
 from quads.model.hf import HFCheckpoint, load_hf
 from quads.model.model import MoEDecoder
 from quads.model.parallelize import load_hf_sharded, parallelize, write_part
-from quads.quant.learner import convert_learner
-from quads.quant.recipes import QuantSpec, banner, resolve
-from quads.quant.sharded import SHARDED, attach
+from quads.quant.banner import banner
+from quads.quant.convert import convert_learner
+from quads.quant.masters import attach
+from quads.quant.recipes import QuantSpec, resolve
 from quads.rl.balance import Packer, attention_break_even
 from quads.rl.grading import Grading
 from quads.rl.learner import Learner
@@ -208,7 +209,7 @@ def build_learner_model(cfg: Config, model_config: ModelConfig, spec: QuantSpec,
         return parallelize(model, None, cfg.parallel.activation_checkpointing, cfg.parallel.compile)
     with torch.device("meta"):
         model = MoEDecoder(model_config, DTYPES[cfg.model.dtype])
-    convert_learner(model, spec, SHARDED)
+    convert_learner(model, spec)
     parallelize(model, world.meshes, cfg.parallel.activation_checkpointing, cfg.parallel.compile)
     model.to_empty(device=world.device)
     if cfg.model.path:

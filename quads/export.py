@@ -33,14 +33,13 @@ from quads.finite import require_finite
 from quads.model.config import ModelConfig, load_config
 from quads.model.hf import HFCheckpoint, expert_names, parameter_shapes, save_hf, write_folder
 from quads.model.model import MoEDecoder
-from quads.quant import nvfp4
+from quads.quant.formats import FORMATS
+from quads.quant.masters import pack_group, sharing_groups
 from quads.quant.recipes import QuantSpec, resolve
-from quads.quant.sites import SITES, is_targeted, site_of_parameter
-from quads.quant.tensor import NVFP4Tensor
+from quads.quant.tensor import QuantizedTensor
 from quads.run.checkpoint import find_checkpoint, load_model_weights
 
-FORMATS = ("bf16", "nvfp4-modelopt", "nvfp4-compressed-tensors")
-QKV = SITES["qkv"].leaves
+EXPORTS = {"bf16": "bf16", "nvfp4-modelopt": "nvfp4", "nvfp4-compressed-tensors": "nvfp4"}  # with their formats
 BESIDES = ("tokenizer.json", "tokenizer_config.json", "generation_config.json", "chat_template.jinja")
 
 Read = Callable[[str], Tensor]
@@ -49,7 +48,7 @@ Read = Callable[[str], Tensor]
 @main_guard
 def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(prog="python -m quads.export", description="Write a checkpoint for other engines.")
-    parser.add_argument("--format", required=True, choices=FORMATS)
+    parser.add_argument("--format", required=True, choices=list(EXPORTS))
     parser.add_argument("source", type=Path, help="Hugging Face folder, run folder or checkpoint")
     parser.add_argument("out", type=Path, help="folder to write")
     arguments = parser.parse_args(argv)
@@ -90,6 +89,7 @@ def export(kind: str, config: ModelConfig, spec: QuantSpec, read: Read, out: Pat
     if kind == "bf16":
         save_hf(out, config, ((name, read(name)) for name in parameter_shapes(config)))
         return
+    check_trained(kind, spec)
     ignored = ["lm_head", "*.mlp.gate", *([] if "attention" in spec.targets else ["*.self_attn.*"])]
     if "experts" not in spec.targets:
         raise UserError("the NVFP4 formats need quantized experts; add 'experts' to quant.targets or use --format bf16")
@@ -100,25 +100,37 @@ def export(kind: str, config: ModelConfig, spec: QuantSpec, read: Read, out: Pat
         pair
         for name, tensor in packed_parameters(config, spec, read)
         for matrix, values in matrices(config, name, tensor)
-        for pair in (named(matrix, values) if isinstance(values, NVFP4Tensor) else [(matrix, values)])
+        for pair in (named(matrix, values) if isinstance(values, QuantizedTensor) else [(matrix, values)])
     )
     write_folder(out, tensors, {**config.to_hf(), "torch_dtype": "bfloat16", "quantization_config": settings(ignored)})
 
 
+def check_trained(kind: str, spec: QuantSpec) -> None:
+    """UserError unless the learner trained weights in the format of an export: no other 4-bit policy was trained."""
+    trained = spec.learner_weights
+    if trained == EXPORTS[kind]:
+        return
+    can = [name for name, format in EXPORTS.items() if format in ("bf16", trained)]
+    raise UserError(
+        f"--format {kind} writes {EXPORTS[kind]} weights, but the learner of this run trained {trained} weights, so "
+        f"that policy was never trained; use --format {' or '.join(can)}"
+    )
+
+
 def packed_parameters(config: ModelConfig, spec: QuantSpec, read: Read) -> Iterator[tuple[str, Tensor]]:
-    """(parameter name, NVFP4Tensor or bf16 tensor) in model order: the bytes of the learner's `quantized_weights`."""
-    scales: tuple[Tensor, Tensor] | None = None
-    for name in parameter_shapes(config):
-        value = read(name).bfloat16()
-        leaf = name.removesuffix(".weight").rpartition(".")[2]
-        if not is_targeted(site_of_parameter(name), spec.targets):
-            yield name, value
+    """(parameter name, packed or bf16 tensor) in model order: the bytes of the learner's `quantized_weights`."""
+    with torch.device("meta"):
+        model = MoEDecoder(config)
+    members = {name: list(group.members) for group in sharing_groups(model, spec.targets) for name in group.members}
+    ready: dict[str, QuantizedTensor] = {}
+    for name, _ in model.named_parameters():
+        if name not in members:
+            yield name, read(name).bfloat16()
             continue
-        if leaf == "q_proj":
-            group = torch.stack([nvfp4.finite_amax(read(name.replace(leaf, member)).bfloat16()) for member in QKV])
-            scales = nvfp4.global_scale(group.amax(), spec.global_scale)
-        g, gs = scales if leaf in QKV and scales is not None else (None, None)
-        yield name, NVFP4Tensor.from_hp(value, g, spec.global_scale, gs=gs)
+        if name not in ready:
+            group = {member: read(member) for member in members[name]}
+            ready |= pack_group(group, spec.learner_weights, spec.rule(spec.learner_weights))
+        yield name, ready.pop(name)
 
 
 def matrices(config: ModelConfig, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
@@ -128,22 +140,25 @@ def matrices(config: ModelConfig, name: str, tensor: Tensor) -> Iterator[tuple[s
         return
     for expert in range(config.num_experts):
         parts = expert_names(name, expert)
-        if not isinstance(tensor, NVFP4Tensor):
+        if not isinstance(tensor, QuantizedTensor):
             yield from zip(parts, tensor[expert].chunk(len(parts)), strict=True)
             continue
-        halves = [t[expert].chunk(len(parts)) for t in (tensor.packed, tensor.block_scale.view(torch.uint8))]
-        for part, packed, scale in zip(parts, *halves, strict=True):
-            scale, g = scale.view(torch.float8_e4m3fn), tensor.global_scale[expert].reshape(())
-            yield part, NVFP4Tensor(packed, scale, g, tensor.num_columns, tensor.orig_dtype, tensor.mode)
+        scale = tensor.block_scale.view(torch.uint8)
+        g = tensor.global_scale[expert].reshape(()) if tensor.global_scale is not None else None
+        halves = zip(*(t[expert].chunk(len(parts)) for t in (tensor.packed, scale)), strict=True)
+        for part, (packed, scale) in zip(parts, halves, strict=True):
+            yield part, tensor.with_parts(packed, scale.view(tensor.block_scale.dtype), g)
 
 
-def modelopt(name: str, weight: NVFP4Tensor) -> list[tuple[str, Tensor]]:
+def modelopt(name: str, weight: QuantizedTensor) -> list[tuple[str, Tensor]]:
     """The tensors of one matrix in NVIDIA ModelOpt's format."""
+    assert weight.global_scale is not None
     return [(name, weight.packed), (f"{name}_scale", weight.block_scale), (f"{name}_scale_2", weight.global_scale)]
 
 
-def compressed(name: str, weight: NVFP4Tensor) -> list[tuple[str, Tensor]]:
+def compressed(name: str, weight: QuantizedTensor) -> list[tuple[str, Tensor]]:
     """The tensors of one matrix in compressed-tensors' format, whose global scale is the encoding one."""
+    assert weight.global_scale is not None
     encode = weight.global_scale.reciprocal().reshape(1)
     if not torch.equal(encode.reciprocal(), weight.global_scale.reshape(1)):
         raise UserError("compressed-tensors stores 1 / g, which is exact for quant.global_scale = 'pow2' alone")
@@ -155,7 +170,12 @@ def compressed(name: str, weight: NVFP4Tensor) -> list[tuple[str, Tensor]]:
 
 
 def modelopt_config(ignored: list[str]) -> dict[str, Any]:
-    return {"quant_method": "modelopt", "quant_algo": "W4A16_NVFP4", "group_size": nvfp4.BLOCK, "ignore": ignored}
+    return {
+        "quant_method": "modelopt",
+        "quant_algo": "W4A16_NVFP4",
+        "group_size": FORMATS["nvfp4"].block,
+        "ignore": ignored,
+    }
 
 
 def compressed_config(ignored: list[str]) -> dict[str, Any]:
@@ -163,7 +183,7 @@ def compressed_config(ignored: list[str]) -> dict[str, Any]:
         "num_bits": 4,
         "type": "float",
         "strategy": "tensor_group",
-        "group_size": nvfp4.BLOCK,
+        "group_size": FORMATS["nvfp4"].block,
         "symmetric": True,
         "dynamic": False,
     }

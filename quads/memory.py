@@ -19,11 +19,10 @@ from quads.config.sections import ParallelSettings, RLSettings, RolloutSettings
 from quads.errors import UserError
 from quads.model.config import ModelConfig
 from quads.model.logprobs import LOGITS_CHUNK
-from quads.quant.recipes import QuantSpec
+from quads.quant.formats import FORMATS
+from quads.quant.recipes import QuantSpec, precision
 
 GIB = 2**30
-NVFP4_BYTES = 0.5625  # 4 bits a weight and one E4M3 scale for 16
-FP8_BYTES = 1.0 + 4 / (128 * 128)
 MOMENT_BYTES = {"float32": 8.0, "8bit": 2.0 + 8 / 256, "cpu": 0.0}  # both moments of a parameter, on a GPU
 
 
@@ -86,10 +85,8 @@ def estimate_memory(run: ProcessShape) -> MemoryEstimate:
     spec, rollout, local, shards = run.spec, run.rollout, run.local_parameters, run.shards
     total, targeted = run.model.num_parameters()[0], targeted_parameters(run.model, spec.targets)
     compute = run.dtype.itemsize
-    per_weight = {"bf16": float(compute), "fp8": FP8_BYTES, "nvfp4": NVFP4_BYTES}
-    engine_weight = (
-        per_weight["nvfp4"] if spec.rollout.startswith("w4") else per_weight[spec.rollout.replace("w16a4", "bf16")]
-    )
+    per_weight = {"bf16": float(compute), **{name: row.bits_per_weight / 8 for name, row in FORMATS.items()}}
+    engine_weight = per_weight[precision(spec.rollout, spec.format).weights]
     cached = compute
     if run.device_type == "cpu":
         engine_weight += 8.0 * (spec.rollout != "bf16")
@@ -168,7 +165,7 @@ def update_peak(run: ProcessShape) -> dict[str, float]:
     # again) but a cast of the master or a decoded weight, every layer that is not computed again keeps its own.
     # Experts with one owner are not gathered: it casts or decodes them itself, and keeps them like a single process.
     owned = sharded and run.num_processes == parallel.ep
-    packed = run.all_gather == "packed" and spec.learner_weights == "nvfp4"
+    packed = run.all_gather == "packed"
     freed = sharded and (spec.learner_weights == "bf16" or packed)
     own_experts = experts // parallel.ep
     kept_rest, kept_experts = 0 if freed else rest, 0 if freed and not owned else own_experts

@@ -103,7 +103,7 @@ def make_plan(cfg: Config, model_config: ModelConfig, num_gpus: int, local_sizes
 
 def savings(cfg: Config) -> Iterator[tuple[str, str, Config]]:
     """(key, value, config with it and all before it) for everything that saves memory, the cheapest in time first."""
-    if cfg.quant.all_gather == "bf16" and resolve(cfg.quant).learner_weights == "nvfp4":
+    if cfg.quant.all_gather == "bf16" and resolve(cfg.quant).gathers("auto") == "packed":
         cfg = replace(cfg, quant=replace(cfg.quant, all_gather="packed"))
         yield "quant.all_gather", "packed", cfg
     if cfg.parallel.activation_checkpointing != "full":

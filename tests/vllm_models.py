@@ -11,7 +11,8 @@ from quads.model.attention import PackedContext
 from quads.model.config import ARCHITECTURES, ModelConfig
 from quads.model.logprobs import token_logprobs
 from quads.model.model import MoEDecoder
-from quads.quant.learner import convert_learner, requantize
+from quads.quant.convert import convert_learner
+from quads.quant.masters import requantize
 from quads.quant.recipes import QuantSpec
 from quads.rollout.native.engine import NativeEngine
 from quads.rollout.sync import sync

@@ -44,6 +44,7 @@ class QuantSettings:
     """[quant]: one word, `recipe`, sets both sides; the other keys override it."""
 
     recipe: Literal["bf16", "fp8", "naive", "qat", "symmetric", "quads"] = key("quads", "precision of both sides")
+    format: Literal["nvfp4"] = key("nvfp4", "the 4-bit format: what 4 stands for in a recipe or precision")
     learner_weights: Literal["", "bf16", "fp8", "nvfp4"] = key(
         "", "weights in the learner's forward (default: the recipe)"
     )
@@ -61,13 +62,15 @@ class QuantSettings:
     )
     residual_ratio: float = key(0.5, "fraction of channels in the residual pass", low=0.0, high=1.0)
     residual_selection: Literal["batch", "block", "token"] = key(
-        "batch", "how residual channels are chosen: one set per forward, whole 16-channel blocks, or one set per token"
+        "batch",
+        "how residual channels are chosen: one set per forward, whole blocks of the format, or one set per token",
     )
     global_scale: Literal["pow2", "amax"] = key("pow2", "NVFP4 global scale: power of two, or 2688 / amax")
+    scale_rule: str = key("", "how the format chooses the scale of a block (default: the format's own rule)")
     all_gather: Literal["auto", "bf16", "packed"] = key(
         "auto",
         "what FSDP gathers for quantized weights, to the same result: bf16 masters or 4-bit bytes; auto: packed where "
-        "the learner has NVFP4 weights that divide evenly",
+        "the learner has 4-bit weights that divide evenly",
     )
 
 

@@ -21,7 +21,8 @@ from quads.lab.capture import capture
 from quads.lab.policies import learner
 from quads.lab.results import markdown, provenance, write_result
 from quads.lab.subject import Subject, build_subject, subject_parser
-from quads.quant import nvfp4, residual
+from quads.quant import residual
+from quads.quant.formats import FORMATS
 
 HELP = "activation error by channel: heat map, concentration, persistence over tokens and layers"
 
@@ -47,19 +48,20 @@ def overlap(a: Tensor, b: Tensor) -> float:
     return float((a & b).sum() / a.sum().clamp(min=1))
 
 
-def captured_share(r_TK: Tensor, ratio: float) -> dict[str, float]:
-    """Share of ||R||^2 in the selected channels, by selection."""
+def captured_share(r_TK: Tensor, ratio: float, block: int) -> dict[str, float]:
+    """Share of ||R||^2 in the selected channels, by selection. block: of the format."""
     energy = r_TK.double().square()
     shares = {}
     for selection in ("batch", "block", "token"):
-        mask = residual.select_channels(residual.channel_scores(r_TK, selection), ratio, selection)
+        mask = residual.select_channels(residual.channel_scores(r_TK, selection), ratio, selection, block)
         shares[selection] = float(torch.where(mask, energy, 0.0).sum() / energy.sum())
     return shares
 
 
 def measure(subject: Subject, batch_tokens: int, layer: int) -> dict[str, Any]:
     inputs = capture(learner(subject, "bf16", "bf16"), subject.sequences, batch_tokens).moe_in
-    errors = [nvfp4.qdq_rows(x) - x.float() for x in inputs]
+    format, rule = FORMATS[subject.spec.format], subject.spec.rule(subject.spec.format)
+    errors = [format.qdq_rows(x, rule, torch.float32) - x.float() for x in inputs]
     tops = [top_channels(r) for r in errors]
     layers = []
     for x, r, top in zip(inputs, errors, tops, strict=True):
@@ -69,7 +71,7 @@ def measure(subject: Subject, batch_tokens: int, layer: int) -> dict[str, Any]:
             {
                 "relative_error": float(r.double().norm() / x.double().norm()),
                 "shares": channel_shares(r),
-                "captured": captured_share(r, 0.5),
+                "captured": captured_share(r, 0.5, format.block),
                 "halves": overlap(top_channels(r[:half]), top_channels(r[half:])),
                 "token_and_batch": float((token_mask & top).sum(-1).double().mean() / top.sum().clamp(min=1)),
                 "outlier_ratio": float(x.abs().amax() / x.double().square().mean().sqrt()),

@@ -32,9 +32,10 @@ from quads.lab.capture import Captured, capture
 from quads.lab.policies import learner, rollout
 from quads.lab.results import markdown, number, progress, provenance, write_result
 from quads.lab.subject import Subject, build_subject, subject_parser
-from quads.quant import nvfp4, residual
-from quads.quant.learner import quantized_weights
-from quads.quant.recipes import ROLLOUTS, QuantSpec
+from quads.quant import residual
+from quads.quant.formats import FORMATS
+from quads.quant.masters import quantized_weights
+from quads.quant.recipes import QuantSpec, four, precision
 from quads.quant.sites import is_targeted
 from quads.quant.tensor import QuantizedTensor
 
@@ -43,7 +44,7 @@ HELP = "per-layer mismatch of mixtures of experts, and the error terms of every 
 
 @dataclass(frozen=True)
 class Pair:
-    """A learner and a rollout that are compared."""
+    """A learner and a rollout that are compared. "4" is [quant] format."""
 
     label: str
     weights: str
@@ -54,13 +55,13 @@ class Pair:
 PAIRS = (
     Pair("plain / plain", "bf16", "bf16", "bf16"),
     Pair("no QDQ / W4A4", "bf16", "bf16", "w4a4"),
-    Pair("weight QDQ / W4A4", "nvfp4", "bf16", "w4a4"),
-    Pair("weight QDQ / W4A4+res", "nvfp4", "bf16", "w4a4_residual"),
-    Pair("both QDQ / W4A4", "nvfp4", "nvfp4", "w4a4"),
+    Pair("weight QDQ / W4A4", "4", "bf16", "w4a4"),
+    Pair("weight QDQ / W4A4+res", "4", "bf16", "w4a4_residual"),
+    Pair("both QDQ / W4A4", "4", "4", "w4a4"),
     Pair("no QDQ / W4A16", "bf16", "bf16", "w4a16"),
-    Pair("weight QDQ / W4A16", "nvfp4", "bf16", "w4a16"),
+    Pair("weight QDQ / W4A16", "4", "bf16", "w4a16"),
     Pair("no QDQ / W16A4", "bf16", "bf16", "w16a4"),
-    Pair("activation QDQ / W16A4", "bf16", "nvfp4", "w16a4"),
+    Pair("activation QDQ / W16A4", "bf16", "4", "w16a4"),
 )
 DRAWN = 5  # of the pairs
 TERM_TOKENS = 96  # at most so many tokens, evenly spaced, enter the terms; distances take all
@@ -117,15 +118,19 @@ class SiteWeights:
         return self.master[name].double().cpu()
 
 
-def multiplied(x: Tensor, activations: str, spec: QuantSpec | None = None, site: str = "") -> Tensor:
-    """What a side multiplies for the input x: itself, its 4-bit value, or (spec given) the compensated one."""
-    if spec is not None and site:
-        precision = spec.rollout_precision(site)
-        if precision == "w4a4_residual":
-            main, rest = residual.compensate(x.float(), spec.ratio, spec.selection)
-            return main.double() - rest.double()
-        activations = ROLLOUTS[precision][1]
-    return nvfp4.qdq_rows(x).double() if activations == "nvfp4" else x.double()
+def multiplied(x: Tensor, activations: str, spec: QuantSpec, site: str = "") -> Tensor:
+    """What a side multiplies for the input x: itself, its quantized value, or the compensated one. With a site it is
+    what the rollout of `spec` multiplies there."""
+    compensated = False
+    if site:
+        _, activations, compensated = precision(spec.rollout_precision(site), spec.format)
+    name = four(activations, spec.format)
+    if name == "bf16":
+        return x.double()
+    if compensated:
+        main, rest = residual.compensate(x.float(), spec.ratio, spec.selection, None, name, spec.rule(name))
+        return main.double() - rest.double()
+    return FORMATS[name].qdq_rows(x, spec.rule(name), torch.float32).double()
 
 
 def pair_terms(
@@ -133,22 +138,23 @@ def pair_terms(
 ) -> dict[str, dict[str, float]]:
     """site -> norms of the terms relative to ||W X||, and how far their sum is from the total."""
     result = {}
-    quantized_rollout = ROLLOUTS[spec.rollout][0] == "nvfp4"
+    quantized_rollout = precision(spec.rollout, spec.format).weights != "bf16"
     for site in ("qkv", "o", "w13"):
         targeted = is_targeted(site, spec.targets)
         rows = slice(None, None, -(-len(train.sites[site][layer]) // TERM_TOKENS))  # evenly spaced tokens
-        w_train = weights.get(layer, site, pair.weights == "nvfp4")
+        w_train = weights.get(layer, site, pair.weights == "4")
         w_infer = weights.get(layer, site, quantized_rollout)
         x_train, x_infer = train.sites[site][layer], infer.sites[site][layer]
-        x_t = multiplied(x_train, pair.activations if targeted else "bf16")[rows]
+        x_t = multiplied(x_train, pair.activations if targeted else "bf16", spec)[rows]
         x_i = multiplied(x_infer, "", spec, site)[rows]
         eta = (x_infer.double() - x_train.double())[rows]
         if site == "w13":
             norms, h_train, h_infer = _expert_terms(w_train, w_infer, x_t, x_i, eta, train.experts[rows, layer].long())
             result[site] = norms
             ids = train.experts[rows, layer].long().flatten()
-            ht, hi = multiplied(h_train, pair.activations if targeted else "bf16"), multiplied(h_infer, "", spec, "w2")
-            w2_train = weights.get(layer, "w2", pair.weights == "nvfp4")
+            ht = multiplied(h_train, pair.activations if targeted else "bf16", spec)
+            hi = multiplied(h_infer, "", spec, "w2")
+            w2_train = weights.get(layer, "w2", pair.weights == "4")
             w2_infer = weights.get(layer, "w2", quantized_rollout)
             result["w2"] = _summed(_by_expert(w2_train, w2_infer, ht, hi, h_infer - h_train, ids))[0]
         else:

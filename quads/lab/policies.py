@@ -23,18 +23,18 @@ from quads.model.attention import PackedContext, routing
 from quads.model.logprobs import token_logprobs
 from quads.model.model import DecoderLayer, MoEDecoder
 from quads.quant.backend import choose_kernel
-from quads.quant.learner import quantized_weights
-from quads.quant.linear import SiteSpec
-from quads.quant.recipes import ROLLOUTS, QuantSpec
+from quads.quant.masters import quantized_weights
+from quads.quant.matmul import SiteSpec
+from quads.quant.recipes import QuantSpec, four
 from quads.quant.rollout import RolloutExperts, RolloutLinear, RolloutWeights, load_weight
 from quads.rl.mismatch import percentile
 from quads.rollout.native.engine import build_rollout_model
 
 LEARNERS: dict[str, tuple[str, str]] = {  # name -> (weights, activations)
     "no QDQ": ("bf16", "bf16"),
-    "weight QDQ": ("nvfp4", "bf16"),
-    "activation QDQ": ("bf16", "nvfp4"),
-    "both QDQ": ("nvfp4", "nvfp4"),
+    "weight QDQ": ("4", "bf16"),
+    "activation QDQ": ("bf16", "4"),
+    "both QDQ": ("4", "4"),
 }
 
 
@@ -47,7 +47,8 @@ class Evaluation:
 
 
 def learner(subject: Subject, weights: str, activations: str) -> MoEDecoder:
-    """The learner with these formats: bf16, fp8 or nvfp4."""
+    """The learner with these formats: names, or "4" for [quant] format."""
+    weights, activations = four(weights, subject.spec.format), four(activations, subject.spec.format)
     spec = replace(subject.spec, learner_weights=weights, learner_activations=activations, rollout="bf16")
     return as_learner(subject.master, spec)
 
@@ -60,7 +61,7 @@ def rollout(subject: Subject, spec: QuantSpec, reuse: MoEDecoder | None = None) 
     """
     if reuse is not None and _switch(reuse, spec):
         return reuse
-    chosen = choose_kernel(subject.cfg.rollout.kernel, subject.device, spec.rollout)
+    chosen = choose_kernel(subject.cfg.rollout.kernel, subject.device, spec.rollout, spec.format)
     # On a CPU the engine keeps float64 activations in fp32 runs; see rollout/native/engine.py.
     wide = subject.device.type == "cpu" and subject.dtype == torch.float32
     compute = torch.float64 if wide else subject.dtype
@@ -81,7 +82,8 @@ def _switch(model: MoEDecoder, spec: QuantSpec) -> bool:
     changes = [(module, name, getattr(module, name), SiteSpec.of(spec, site)) for module, name, site in sites]
 
     def same_weights(old: SiteSpec, new: SiteSpec) -> bool:
-        return (ROLLOUTS[old.precision][0], old.global_scale) == (ROLLOUTS[new.precision][0], new.global_scale)
+        name = old.formats.weights
+        return name == new.formats.weights and (name == "bf16" or old.rule(name) == new.rule(name))
 
     layer: Any = model.model.layers[0]
     held = {"attention": layer.self_attn.q_proj, "experts": layer.mlp.experts}

@@ -159,14 +159,14 @@ def main(argv: list[str]) -> None:
     if not {site for sites in sets_of_sites for site in sites} <= SITES.keys():
         raise UserError(f"--sites {args.sites}: sites are {', '.join(SITES)}; commas within a set, ; between sets")
     subject = build_subject(args, overrides)
-    reference = evaluate(learner(subject, "nvfp4", "bf16"), subject.sequences, args.batch_tokens)
+    reference = evaluate(learner(subject, "4", "bf16"), subject.sequences, args.batch_tokens)
     run = functools.partial(evaluate, sequences=subject.sequences, batch_tokens=args.batch_tokens)
     sets = []
     for sites in sets_of_sites:
         subject.spec = replace(subject.spec, residual_sites=sites)
         ratios = (ratio_at(subject.master.config, subject.spec, args.cost),) if args.cost else RATIOS
         sets.append({"sites": list(sites), "rows": measure_ratios(subject, reference, run, ratios)})
-    kernel = choose_kernel(subject.cfg.rollout.kernel, subject.device, "w4a4_residual")
+    kernel = choose_kernel(subject.cfg.rollout.kernel, subject.device, "w4a4_residual", subject.spec.format)
     data = {"batch": subject.facts, "kernel": kernel, "sets": sets}
     name = "ratio_cost" if args.cost else "ratio"
     path = write_result(args.out, name, provenance("ratio", argv, subject.cfg, [subject.cfg.train.seed]), data)

@@ -24,7 +24,8 @@ from quads.distributed import choose_device
 from quads.errors import UserError
 from quads.lab.results import config_argv, config_parser, progress
 from quads.model.model import MoEDecoder
-from quads.quant.learner import convert_learner, requantize
+from quads.quant.convert import convert_learner
+from quads.quant.masters import requantize
 from quads.quant.recipes import QuantSpec, resolve
 from quads.rollout.sync import sync
 from quads.run.checkpoint import load_model_weights

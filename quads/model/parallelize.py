@@ -178,6 +178,11 @@ def local_tensor(parameter: Tensor) -> Tensor:
     return parameter._local_tensor if isinstance(parameter, DTensor) else parameter
 
 
+def is_sharded(parameter: Tensor) -> bool:
+    """Whether this process holds a part of the parameter, or all of it among other processes."""
+    return isinstance(parameter, DTensor)
+
+
 def is_gathered(parameter: Tensor) -> bool:
     """Whether FSDP makes the weight that a layer multiplies. False with one process, and for experts with one owner."""
     return isinstance(parameter, DTensor) and parameter.device_mesh.mesh_dim_names != ("ep",)

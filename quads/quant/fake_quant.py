@@ -1,9 +1,9 @@
 """Fake quantization with a straight-through estimator: forward uses the quantized value, backward passes the gradient
-on unchanged, as if quantization were the identity. Scales are constants; nothing is clipped out of the gradient,
-because a block scale always reaches the largest element of its block.
+on unchanged, as if quantization were the identity. Scales are constants; nothing is clipped out of the gradient: a
+block scale reaches the largest element of its block, or saturates it where the rule of the format says so.
 
-Activations are quantized by an operator of their own, `torch.ops.quads.*`, which `torch.compile` calls and does not
-look into: compiled code has the bits of eager code.
+The quantizers that run inside a layer's forward are operators, `torch.ops.quads.*`, with the format by its name:
+`torch.compile` calls them and does not look into them, so compiled code has the bits of eager code.
 """
 
 from typing import Any
@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quads.quant import nvfp4
-from quads.quant.weights import fp8_quantizer, qdq_fp8
+from quads.quant import formats
+from quads.quant.formats import FORMATS
 
 
 class _StraightThrough(torch.autograd.Function):
@@ -26,28 +26,6 @@ class _StraightThrough(torch.autograd.Function):
         return grads[0].to(ctx.dtype), None
 
 
-@torch.library.custom_op("quads::qdq_rows", mutates_args=())
-def qdq_rows(x: Tensor) -> Tensor:
-    """`nvfp4.qdq_rows` in the dtype of x, opaque to the compiler."""
-    return nvfp4.qdq_rows(x, x.dtype)
-
-
-@torch.library.custom_op("quads::qdq_rows_fp8", mutates_args=())
-def qdq_rows_fp8(x: Tensor, mode: str) -> Tensor:
-    """`fp8.qdq_rows` in the dtype of x, opaque to the compiler."""
-    return fp8_quantizer(x, x.dtype).qdq_rows(x, mode, x.dtype)
-
-
-@qdq_rows.register_fake
-def _(x: Tensor) -> Tensor:
-    return torch.empty_like(x, memory_format=torch.contiguous_format)
-
-
-@qdq_rows_fp8.register_fake
-def _(x: Tensor, mode: str) -> Tensor:
-    return torch.empty_like(x, memory_format=torch.contiguous_format)
-
-
 def straight_through(x: Tensor, value: Tensor) -> Tensor:
     """`value` in the forward, bit for bit; its gradient goes to x, in x's dtype. Same shapes, any two dtypes.
 
@@ -56,16 +34,45 @@ def straight_through(x: Tensor, value: Tensor) -> Tensor:
     return _StraightThrough.apply(x, value.detach())  # pyright: ignore[reportReturnType]
 
 
-def fake_quantize_rows(x: Tensor) -> Tensor:
-    """NVFP4 activations [..., K], one power-of-two scale a row, in the dtype of x."""
-    return straight_through(x, qdq_rows(x.detach()))
+@torch.library.custom_op("quads::qdq", mutates_args=())
+def qdq(w: Tensor, g: Tensor | None, gs: Tensor | None, format: str, rule: str, dtype: torch.dtype) -> Tensor:
+    """The values of a weight in a format: `formats.qdq`."""
+    scales = None if g is None or gs is None else (g, gs)
+    return formats.qdq(FORMATS[format], w, rule, scales, dtype).contiguous()
 
 
-def fake_quantize_weight_fp8(w: Tensor, dtype: torch.dtype, mode: nvfp4.GlobalScaleMode = "pow2") -> Tensor:
-    """FP8 of bf16(w), 128 x 128 blocks of [..., N, K], in `dtype`."""
-    return straight_through(w, qdq_fp8(w.detach().bfloat16(), mode, dtype))
+@qdq.register_fake
+def _(w: Tensor, g: Tensor | None, gs: Tensor | None, format: str, rule: str, dtype: torch.dtype) -> Tensor:
+    return torch.empty_like(w, dtype=dtype, memory_format=torch.contiguous_format)
 
 
-def fake_quantize_rows_fp8(x: Tensor, mode: nvfp4.GlobalScaleMode = "pow2") -> Tensor:
-    """FP8 activations [..., K], one scale for a row and 128 channels, in the dtype of x."""
-    return straight_through(x, qdq_rows_fp8(x.detach(), mode))
+@torch.library.custom_op("quads::unpack", mutates_args=())
+def unpack(
+    packed: Tensor, block_scale: Tensor, g: Tensor | None, format: str, dtype: torch.dtype, num_columns: int
+) -> Tensor:
+    """The values [..., N, K] of packed bytes: `Format.unpack`."""
+    value = FORMATS[format].unpack(packed, block_scale, g, dtype, num_columns)
+    return value.contiguous()  # K that is no multiple of the block comes as a view
+
+
+@unpack.register_fake
+def _(
+    packed: Tensor, block_scale: Tensor, g: Tensor | None, format: str, dtype: torch.dtype, num_columns: int
+) -> Tensor:
+    return packed.new_empty(*packed.shape[:-1], num_columns, dtype=dtype)
+
+
+@torch.library.custom_op("quads::qdq_rows", mutates_args=())
+def qdq_rows(x: Tensor, format: str, rule: str) -> Tensor:
+    """The values of activations, each row by itself, in the dtype of x: `Format.qdq_rows`."""
+    return FORMATS[format].qdq_rows(x, rule, x.dtype).contiguous()
+
+
+@qdq_rows.register_fake
+def _(x: Tensor, format: str, rule: str) -> Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+def fake_quantize_rows(x: Tensor, format: str, rule: str) -> Tensor:
+    """Activations [..., K] in a format, in the dtype of x; straight through."""
+    return straight_through(x, qdq_rows(x.detach(), format, rule))

@@ -4,48 +4,63 @@
     bf16        bf16  / bf16                    bf16             the baseline
     fp8         fp8   / fp8                     fp8              FP8 RL: W8A8
     naive       bf16  / bf16                    w4a4             what collapses
-    qat         nvfp4 / bf16                    w4a4             the training side alone
-    symmetric   nvfp4 / nvfp4                   w4a4             the ablation that makes it worse
-    quads       nvfp4 / bf16                    w4a4_residual    both sides
+    qat         4     / bf16                    w4a4             the training side alone
+    symmetric   4     / 4                       w4a4             the ablation that makes it worse
+    quads       4     / bf16                    w4a4_residual    both sides
 
-"bf16" stands for "not quantized": the compute dtype, bf16 or fp32. Explicit keys override the recipe.
+"4" is the 4-bit format of [quant] format, NVFP4 by default. "bf16" stands for "not quantized": the compute dtype, bf16
+or fp32. Explicit keys override the recipe.
 """
 
 from dataclasses import dataclass
-from typing import Literal
-
-import torch
+from typing import Literal, NamedTuple
 
 from quads.config.sections import QuantSettings
 from quads.errors import UserError
-from quads.quant.backend import choose_kernel, describe_kernel
-from quads.quant.nvfp4 import GlobalScaleMode
+from quads.quant.formats import FORMATS, FOUR_BITS, find_rule
 from quads.quant.residual import Selection
-from quads.quant.sites import NEVER, SITES, TARGETS, is_targeted
+from quads.quant.sites import SITES, TARGETS, is_targeted
 
-Format = Literal["bf16", "fp8", "nvfp4"]
-Precision = Literal["bf16", "fp8", "w4a16", "w16a4", "w4a4", "w4a4_residual"]
+AllGather = Literal["auto", "bf16", "packed"]
 
-RECIPES: dict[str, tuple[Format, Format, Precision]] = {
+
+class Precision(NamedTuple):
+    """What a rollout multiplies: formats of weights and activations ("bf16": not quantized), and whether the error of
+    the activations is quantized as well and subtracted."""
+
+    weights: str
+    activations: str
+    residual: bool = False
+
+
+PRECISIONS = {  # the words of [quant] rollout; "4" stands for [quant] format
+    "bf16": Precision("bf16", "bf16"),
+    "fp8": Precision("fp8", "fp8"),
+    "w4a16": Precision("4", "bf16"),
+    "w16a4": Precision("bf16", "4"),
+    "w4a4": Precision("4", "4"),
+    "w4a4_residual": Precision("4", "4", residual=True),
+}
+RECIPES = {  # learner weights, learner activations, rollout
     "bf16": ("bf16", "bf16", "bf16"),
     "fp8": ("fp8", "fp8", "fp8"),
     "naive": ("bf16", "bf16", "w4a4"),
-    "qat": ("nvfp4", "bf16", "w4a4"),
-    "symmetric": ("nvfp4", "nvfp4", "w4a4"),
-    "quads": ("nvfp4", "bf16", "w4a4_residual"),
+    "qat": ("4", "bf16", "w4a4"),
+    "symmetric": ("4", "4", "w4a4"),
+    "quads": ("4", "bf16", "w4a4_residual"),
 }
 
-# (weights, activations) of a rollout precision
-ROLLOUTS: dict[Precision, tuple[Format, Format]] = {
-    "bf16": ("bf16", "bf16"),
-    "fp8": ("fp8", "fp8"),
-    "w4a16": ("nvfp4", "bf16"),
-    "w16a4": ("bf16", "nvfp4"),
-    "w4a4": ("nvfp4", "nvfp4"),
-    "w4a4_residual": ("nvfp4", "nvfp4"),
-}
 
-AllGather = Literal["auto", "bf16", "packed"]
+def precision(word: str, format: str) -> Precision:
+    """What a word of `PRECISIONS` says where "4" is `format`. UserError for another word."""
+    _check("rollout", (word,), tuple(PRECISIONS))
+    weights, activations, residual = PRECISIONS[word]
+    return Precision(four(weights, format), four(activations, format), residual)
+
+
+def four(word: str, format: str) -> str:
+    """`format` for "4", any other word as it is."""
+    return format if word == "4" else word
 
 
 @dataclass(frozen=True)
@@ -55,30 +70,44 @@ class QuantSpec:
     Example: `QuantSpec("nvfp4", "bf16", "w4a4_residual")` is the recipe `quads`.
     """
 
-    learner_weights: Format
-    learner_activations: Format
-    rollout: Precision
+    learner_weights: str  # "bf16" or a name of `FORMATS`
+    learner_activations: str
+    rollout: str  # a word of `PRECISIONS`
     targets: tuple[str, ...] = ("experts", "attention")
     residual_sites: tuple[str, ...] = ("w13",)
     ratio: float = 0.5
     selection: Selection = "batch"
-    global_scale: GlobalScaleMode = "pow2"
+    global_scale: str = "pow2"
+    format: str = "nvfp4"
+    scale_rule: str = ""
 
     def gathers(self, asked: AllGather) -> Literal["bf16", "packed"]:
-        """What FSDP gathers if [quant] all_gather = `asked`, given equal shards (see sharded.py)."""
-        return asked if asked != "auto" else "packed" if self.learner_weights == "nvfp4" else "bf16"
+        """What FSDP gathers if [quant] all_gather = `asked`, given equal shards (see packed.py)."""
+        format = FORMATS.get(self.learner_weights)
+        can = format is not None and format.block_bytes is not None
+        return asked if asked != "auto" else "packed" if can else "bf16"
 
-    def rollout_precision(self, site: str) -> Precision:
-        """The precision of one site in the rollout: "bf16" outside the targets, no residual outside residual_sites."""
+    def rollout_precision(self, site: str) -> str:
+        """The word for one site in the rollout: "bf16" outside the targets, no residual outside residual_sites."""
         if not is_targeted(site, self.targets):
             return "bf16"
         if self.rollout == "w4a4_residual" and site not in self.residual_sites:
             return "w4a4"
         return self.rollout
 
-    def rollout_weights(self, site: str) -> Format:
-        """The format in which the weights of a site are shipped and stored."""
-        return ROLLOUTS[self.rollout_precision(site)][0]
+    def rollout_weights(self, site: str) -> str:
+        """The format in which the weights of a site are shipped and stored, or "bf16"."""
+        return precision(self.rollout_precision(site), self.format).weights
+
+    def rule(self, name: str) -> str:
+        """The scale rule of a format. UserError for a rule that it does not have."""
+        return find_rule(name, self.global_scale, self.scale_rule if name == self.format else "")
+
+    def formats(self) -> tuple[str, ...]:
+        """The formats in use on either side, in the order of `FORMATS`."""
+        rollout = precision(self.rollout, self.format)
+        used = {self.learner_weights, self.learner_activations, rollout.weights, rollout.activations}
+        return tuple(name for name in FORMATS if name in used)
 
 
 def resolve(quant: QuantSettings) -> QuantSpec:
@@ -86,26 +115,45 @@ def resolve(quant: QuantSettings) -> QuantSpec:
     if quant.recipe not in RECIPES:
         raise UserError(f"[quant] recipe = {quant.recipe!r} does not exist; use one of {', '.join(RECIPES)}")
     weights, activations, rollout = RECIPES[quant.recipe]
-    spec = QuantSpec(  # the words of the config are checked below
-        learner_weights=quant.learner_weights or weights,  # pyright: ignore[reportArgumentType]
-        learner_activations=quant.learner_activations or activations,  # pyright: ignore[reportArgumentType]
-        rollout=quant.rollout or rollout,  # pyright: ignore[reportArgumentType]
+    spec = QuantSpec(
+        learner_weights=quant.learner_weights or four(weights, quant.format),
+        learner_activations=quant.learner_activations or four(activations, quant.format),
+        rollout=quant.rollout or rollout,
         targets=tuple(quant.targets),
         residual_sites=tuple(quant.residual_sites),
         ratio=quant.residual_ratio,
-        selection=quant.residual_selection,  # pyright: ignore[reportArgumentType]
-        global_scale=quant.global_scale,  # pyright: ignore[reportArgumentType]
+        selection=quant.residual_selection,  # pyright: ignore[reportArgumentType]  # checked below
+        global_scale=quant.global_scale,
+        format=quant.format,
+        scale_rule=quant.scale_rule,
     )
-    formats = ("bf16", "fp8", "nvfp4")
-    _check("learner_weights", (spec.learner_weights,), formats)
-    _check("learner_activations", (spec.learner_activations,), formats)
-    _check("rollout", (spec.rollout,), tuple(ROLLOUTS))
+    _check("format", (spec.format,), FOUR_BITS)
+    _check("learner_weights", (spec.learner_weights,), ("bf16", *FORMATS))
+    _check("learner_activations", (spec.learner_activations,), ("bf16", *FORMATS))
+    _check("rollout", (spec.rollout,), tuple(PRECISIONS))
     _check("targets", spec.targets, TARGETS)
     _check("residual_sites", spec.residual_sites, tuple(SITES))
     _check("residual_selection", (spec.selection,), ("batch", "block", "token"))
     _check("global_scale", (spec.global_scale,), ("pow2", "amax"))
+    find_rule(spec.format, spec.global_scale, spec.scale_rule)
     if not 0 <= spec.ratio <= 1:
         raise UserError(f"[quant] residual_ratio = {spec.ratio} is outside [0, 1]; it is a fraction of the channels")
+    _check_global_scale(spec)
+    _check_targets(spec)
+    return spec
+
+
+def _check_global_scale(spec: QuantSpec) -> None:
+    """global_scale = "amax" where no format in use has such a scale would be without effect."""
+    used = spec.formats()
+    if spec.global_scale == "amax" and used and not any("amax" in FORMATS[name].rules for name in used):
+        raise UserError(
+            f"[quant] global_scale = 'amax' is of formats with a shared scale, which {', '.join(used)} has not; "
+            'leave it "pow2", or choose among its own rules with scale_rule'
+        )
+
+
+def _check_targets(spec: QuantSpec) -> None:
     used = {spec.learner_weights, spec.learner_activations, spec.rollout} - {"bf16"}
     if used and not spec.targets:
         raise UserError(
@@ -121,56 +169,9 @@ def resolve(quant: QuantSettings) -> QuantSpec:
                 f"[quant] residual_sites has {', '.join(outside)}, which targets = {list(spec.targets)} leaves "
                 f'unquantized; add "{SITES[outside[0]].target}" to targets or take the site out'
             )
-    return spec
 
 
 def _check(key: str, values: tuple[str, ...], allowed: tuple[str, ...]) -> None:
     for value in values:
         if value not in allowed:
             raise UserError(f"[quant] {key} = {value!r} does not exist; use {', '.join(allowed)}")
-
-
-def banner(
-    spec: QuantSpec,
-    engine: str = "native",
-    kernel: str = "auto",
-    device: torch.device | str = "cpu",
-    dtype: torch.dtype = torch.bfloat16,
-) -> str:
-    """A table: effective precision of weights (W) and activations (A) of each layer group, and the kernel that serves
-    it.
-
-    engine: "native" or "vllm". kernel: the key rollout.kernel. dtype: the compute dtype. Raises UserError where the
-    kernel asked for cannot be had.
-    """
-    device = torch.device(device)
-    plain = {torch.bfloat16: "bf16", torch.float32: "fp32"}.get(dtype, str(dtype).removeprefix("torch."))
-    rows = [("layer group", "learner", "rollout", "rollout kernel")]
-    for site, names in SITES.items():
-        targeted = is_targeted(site, spec.targets)
-        learner = (spec.learner_weights, spec.learner_activations) if targeted else ("bf16", "bf16")
-        precision = spec.rollout_precision(site)
-        rollout = _both(ROLLOUTS[precision], plain)
-        if precision == "w4a4_residual":
-            rollout += f" + residual of {spec.ratio:.4g} of the channels ({spec.selection})"
-        if engine == "native":
-            served = describe_kernel(choose_kernel(kernel, device, precision), precision, device)
-        else:
-            served = f"{engine} engine"
-        rows.append((names.title, _both(learner, plain), rollout, served))
-    unquantized = _both(("bf16", "bf16"), plain)
-    served = describe_kernel("reference", "bf16", device) if engine == "native" else f"{engine} engine"
-    rows.append((", ".join(NEVER), unquantized, unquantized, served))
-    widths = [max(len(row[column]) for row in rows) for column in range(4)]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-    notes = [
-        "nvfp4: 4.5 bits a weight, blocks of 16; activations have one power-of-two scale a token. Router math in fp32."
-    ]
-    if spec.global_scale == "amax" and "nvfp4" in (spec.learner_weights, *ROLLOUTS[spec.rollout]):
-        notes.append('global_scale = "amax": weights are not exact in bf16, the two sides differ by its rounding.')
-    return "\n".join([lines[0], "-" * max(map(len, lines)), *lines[1:], *notes])
-
-
-def _both(formats: tuple[str, str], plain: str) -> str:
-    weights, activations = (plain if name == "bf16" else name for name in formats)
-    return f"W {weights} A {activations}"

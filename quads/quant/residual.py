@@ -1,6 +1,6 @@
 """Residual activation compensation: a second 4-bit pass over the channels that lose most (paper, Eqs. 20-24).
 
-    R  = Q_A(X) - X                       in fp32; Q_A has one power-of-two scale per row (see nvfp4.py)
+    R  = Q_A(X) - X                       in fp32; Q_A quantizes each row by itself in the format of the activations
     s  = score of a channel               sum over live tokens of R[:, k] ** 2
     S  = the channels kept                by score, the lower index first on a tie
     X~ = Q_A(X) - M_S * Q_A(R)            M_S masks the channels outside S; Q_A(R) is taken over the whole row
@@ -10,8 +10,8 @@ difference needs more bits than bf16 has, so adding them up first would round aw
 
 `selection` says who shares S:
     "batch"   the paper: one S of floor(ratio * K) channels for all rows of one call
-    "block"   the same in whole 16-channel blocks, floor(ratio * K / 16) of them (K padded to whole blocks): what a
-              tensor core can skip. The score of a block is the sum of its channels' scores
+    "block"   the same in whole blocks of the format, floor(ratio * K / 16) of 16 channels in NVFP4 (K padded to whole
+              blocks): what a tensor core can skip. The score of a block is the sum of its channels' scores
     "token"   each row ranks its own channels, so a row does not depend on its batch mates
 
 Scores are computed in float64: squares of fp32 values are exact there and the sum does not depend on the order of the
@@ -28,6 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from quads.quant import nvfp4
+from quads.quant.formats import FORMATS
 
 Selection = Literal["batch", "block", "token"]
 
@@ -51,14 +52,14 @@ def channel_scores(residual_TK: Tensor, selection: Selection, live_T: Tensor | N
     return squares_TK.sum(0)
 
 
-def select_channels(scores: Tensor, ratio: float, selection: Selection) -> Tensor:
+def select_channels(scores: Tensor, ratio: float, selection: Selection, block: int = nvfp4.BLOCK) -> Tensor:
     """bool mask shaped like `scores` [..., K], True for the kept channels. ratio in [0, 1]: 0 keeps none, 1 keeps
-    all."""
+    all. block: that of the format."""
     num_channels = scores.shape[-1]
     if selection == "block":
-        blocks = F.pad(scores, (0, -num_channels % nvfp4.BLOCK)).unflatten(-1, (-1, nvfp4.BLOCK)).sum(-1)
+        blocks = F.pad(scores, (0, -num_channels % block)).unflatten(-1, (-1, block)).sum(-1)
         kept = _top(blocks, math.floor(ratio * blocks.shape[-1]))
-        return kept.repeat_interleave(nvfp4.BLOCK, dim=-1)[..., :num_channels]
+        return kept.repeat_interleave(block, dim=-1)[..., :num_channels]
     return _top(scores, math.floor(ratio * num_channels))
 
 
@@ -68,21 +69,32 @@ def _top(scores: Tensor, count: int) -> Tensor:
     return torch.zeros_like(scores, dtype=torch.bool).scatter(-1, order[..., :count], True)
 
 
-def compensate(x_TK: Tensor, ratio: float, selection: Selection, live_T: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def compensate(
+    x_TK: Tensor,
+    ratio: float,
+    selection: Selection,
+    live_T: Tensor | None = None,
+    format: str = "nvfp4",
+    rule: str = "",
+) -> tuple[Tensor, Tensor]:
     """(main, residual), fp32 [T, K] each, with X~ = main - residual; the residual is masked already (+0 outside S).
 
     x_TK: fp32 or bf16. live_T: bool [T], False for padding rows: they take no part in the scores of the others; their
-    own two terms are computed like any row's. ratio 0 gives a zero residual, ratio 1 keeps every channel.
+    own two terms are computed like any row's. ratio 0 gives a zero residual, ratio 1 keeps every channel. format, rule:
+    of both terms; "" for the format's default rule.
     """
+    row = FORMATS[format]
+    rule = rule or row.rules[0]
     x_TK = x_TK.float()
-    main_TK = nvfp4.qdq_rows(x_TK)
+    main_TK = row.qdq_rows(x_TK, rule, torch.float32)
     residual_TK = main_TK - x_TK
-    mask = select_channels(channel_scores(residual_TK, selection, live_T), ratio, selection)
-    return main_TK, torch.where(mask, nvfp4.qdq_rows(residual_TK), 0.0)
+    mask = select_channels(channel_scores(residual_TK, selection, live_T), ratio, selection, row.block)
+    return main_TK, torch.where(mask, row.qdq_rows(residual_TK, rule, torch.float32), 0.0)
 
 
 def compensate_packed(x_TK: Tensor, ratio: float, selection: Selection, live_T: Tensor | None = None) -> PackedPair:
-    """The same two terms as codes, scales and mask: what a kernel is compared with. Arguments as in `compensate`."""
+    """The same two terms in NVFP4 as codes, scales and mask: what a kernel is compared with. Arguments as in
+    `compensate`."""
     x_TK = x_TK.float()
     main = nvfp4.quantize_rows(x_TK)
     residual_TK = nvfp4.dequantize(*main, num_elements=x_TK.shape[-1]) - x_TK

@@ -1,6 +1,5 @@
 """The rollout's side: layers that hold packed weights and multiply at the precision of their site.
 
-    convert_rollout(model, spec, kernel)  once: targeted layers become rollout layers; their weights hold nothing yet
     load_weight(model, name, tensor)      writes one tensor of `quantized_weights` into the storage that is there
     named_weights(model)                  everything that was loaded, by the same names: what a checksum runs over
 
@@ -8,13 +7,12 @@ Storage is allocated once and written in place: addresses never change, so captu
 nothing is quantized here. The layers have the names of the parameters they replace: `...q_proj.weight`,
 `...experts.gate_up_proj`.
 
-On a CPU each layer also keeps the values of its weights in float64 (see linear.py), written by the same load: decoding
+On a CPU each layer also keeps the values of its weights in float64 (see matmul.py), written by the same load: decoding
 them for each token would take longer than the matmul.
 
 Shapes: T tokens, A experts a token, R = T * A dispatched rows, H hidden, I expert width, E experts.
 """
 
-import importlib
 from collections.abc import Iterator
 
 import torch
@@ -23,10 +21,8 @@ from torch import Tensor, nn
 
 from quads.model.linear import Linear
 from quads.model.moe import Experts
-from quads.quant.learner import replace_module
-from quads.quant.linear import SiteSpec, allocate, grouped_linear, linear, product_dtype, quantize_activation, widen
+from quads.quant.matmul import SiteSpec, allocate, grouped_linear, linear, product_dtype, quantize_activation, widen
 from quads.quant.recipes import QuantSpec
-from quads.quant.sites import is_targeted
 from quads.quant.tensor import QuantizedTensor
 
 
@@ -63,7 +59,7 @@ class RolloutWeights(nn.Module):
         return widen(getattr(self, leaf), self.product_dtypes[leaf]) if kept is None else kept
 
     def stored(self, leaf: str) -> Tensor:
-        """The weight as it was loaded: an NVFP4Tensor, a Float8BlockTensor or a plain tensor."""
+        """The weight as it was loaded: a QuantizedTensor or a plain tensor."""
         return getattr(self, leaf)
 
     def storage(self, leaf: str) -> list[Tensor]:
@@ -117,30 +113,6 @@ class RolloutExperts(RolloutWeights, Experts):
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, w13={self.w13_spec.precision}, w2={self.w2_spec.precision}"
-
-
-def rollout_classes(kernel: str) -> tuple[type[RolloutLinear], type[RolloutExperts]]:
-    """The layers that serve a kernel. Triton's are subclasses (triton/layers.py), imported when asked for."""
-    if kernel == "reference":
-        return RolloutLinear, RolloutExperts
-    module = importlib.import_module("quads.quant.triton.layers")
-    return module.TritonLinear, module.TritonExperts
-
-
-@torch.no_grad()
-def convert_rollout(model: nn.Module, spec: QuantSpec, kernel: str = "reference") -> None:
-    """Replace the targeted layers by rollout layers, in place; their old weights are freed, the new ones hold zeros.
-
-    kernel: "reference" or "triton", as `backend.choose_kernel` decided. Nothing to do for a bf16 rollout.
-    """
-    if spec.rollout == "bf16":
-        return
-    linear_class, experts_class = rollout_classes(kernel)
-    for path, module in list(model.named_modules()):
-        if isinstance(module, Linear) and is_targeted(module.site, spec.targets):
-            replace_module(model, path, linear_class(module, spec))
-        elif isinstance(module, Experts) and "experts" in spec.targets:
-            replace_module(model, path, experts_class(module, spec))
 
 
 @torch.no_grad()

@@ -18,9 +18,9 @@ from quads.errors import UserError
 from quads.model.attention import PackedContext
 from quads.model.logprobs import token_logprobs
 from quads.model.model import MoEDecoder
-from quads.quant.learner import convert_learner
+from quads.quant.convert import convert_learner
+from quads.quant.masters import requantize
 from quads.quant.recipes import QuantSpec
-from quads.quant.sharded import requantize
 from quads.rl.loss import LossConfig, grpo_loss
 from quads.rl.mismatch import mismatch_metrics, routing_agreement
 from quads.rl.optimizer import build_adamw, clip_gradients, learning_rate, set_learning_rate

@@ -1,6 +1,6 @@
 """From the learner's weights to the engine's: what the learner quantized is shipped as it is and written in place.
 
-    learner: bf16(master) -> packed bytes, once a step      (quant/learner.py; they also serve its own forward)
+    learner: bf16(master) -> packed bytes, once a step      (quant/masters.py; they also serve its own forward)
     sync:    the same bytes for quantized matrices, the compute dtype for everything else
              nothing at all if a weight is not finite
     engine:  copies into the storage it has, drops its caches, and takes the new version last
@@ -10,15 +10,15 @@ w_i, sum of w_i * (2 i + 1) modulo 2**64. Odd factors are invertible, so no chan
 they differ from word to word, so neither does a swap of two different words that are not 2**63 apart.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
 
 from quads.errors import UserError, listed
 from quads.model.finite_weights import require_finite_weights
+from quads.quant.masters import quantized_weights
 from quads.quant.recipes import QuantSpec
-from quads.quant.sharded import quantized_weights
 from quads.quant.tensor import QuantizedTensor
 from quads.rollout.engine import Engine
 
@@ -71,35 +71,4 @@ def compare_checksums(shipped: dict[str, int], loaded: dict[str, int]) -> None:
         raise UserError(
             f"after the weight sync {len(differ)} of {len(names)} tensors differ between learner and rollout: "
             f"{listed(differ)}; the rollout does not run the learner's policy, stop and report this"
-        )
-
-
-def load_all(
-    expected: Iterable[str], weights: Iterable[tuple[str, Tensor]], load: Callable[[str, Tensor], None]
-) -> None:
-    """`load(name, tensor)` for every weight, each expected name exactly once.
-
-    `load` raises KeyError for a name it does not know and ValueError for a tensor that does not fit.
-
-    Raises:
-        UserError: a tensor is missing, unknown, misshaped or there twice.
-    """
-    missing = dict.fromkeys(expected)
-    done = set()
-    for name, tensor in weights:
-        if name in done:
-            raise UserError(f"weight sync: {name} came twice; ship every tensor once")
-        if name not in missing:
-            raise UserError(
-                f"weight sync: the rollout has no weight {name}; learner and rollout are of different models"
-            )
-        try:
-            load(name, tensor)
-        except (KeyError, ValueError, RuntimeError) as error:
-            raise UserError(f"weight sync: {name} does not fit: {error}; are both sides of the same config?") from error
-        done.add(name)
-        del missing[name]
-    if missing:
-        raise UserError(
-            f"weight sync: {len(missing)} tensors did not come: {listed(list(missing))}; ship the whole model"
         )

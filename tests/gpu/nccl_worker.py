@@ -20,9 +20,8 @@ from quads.distributed import Distributed, build_meshes, init_distributed
 from quads.model.config import ModelConfig
 from quads.model.model import MoEDecoder
 from quads.model.parallelize import gather_full, local_tensor, parallelize, reshard, write_part
-from quads.quant import learner as single_quant
-from quads.quant import sharded
-from quads.quant.learner import QATExperts, QATLinear, convert_learner
+from quads.quant.convert import convert_learner
+from quads.quant.masters import attach, quantized_weights, requantize
 from quads.quant.recipes import resolve
 from quads.quant.tensor import QuantizedTensor
 from quads.rl.learner import Learner
@@ -84,12 +83,12 @@ def make_learner(
     world = replace(world, size=world.size if ep else 1, meshes=meshes)
     with torch.device("meta"):
         model = MoEDecoder(CONFIG, dtype)
-    convert_learner(model, spec, sharded.SHARDED if ep else (QATLinear, QATExperts))
+    convert_learner(model, spec)
     parallelize(model, meshes, "none", compile)
     model.to_empty(device=world.device)
     init(model, world.device, write_part)
     if ep:
-        sharded.attach(model, all_gather, spec)  # type: ignore[arg-type]
+        attach(model, all_gather, spec)  # type: ignore[arg-type]
     settings = OptimSettings(lr=0.05 if sgd else 1e-3)
     learner = Learner(
         model, spec, settings, RLSettings(), temperature=1.0, steps=100, updates_per_step=1, world=world if ep else None
@@ -165,10 +164,10 @@ def check_shipped(world: Distributed, ep: int) -> str:
     with torch.no_grad():
         for name, parameter in alone.model.named_parameters():
             parameter.copy_(weights[name])
-    single_quant.requantize(alone.model)
-    expected = dict(single_quant.quantized_weights(alone.model, alone.spec))
+    requantize(alone.model)
+    expected = dict(quantized_weights(alone.model, alone.spec))
     count = 0
-    for name, tensor in sharded.quantized_weights(learner.model, learner.spec):
+    for name, tensor in quantized_weights(learner.model, learner.spec):
         parts = tensor.parts if isinstance(tensor, QuantizedTensor) else {"": tensor}
         for part, value in parts.items():
             wanted = expected[name].parts[part] if part else expected[name]

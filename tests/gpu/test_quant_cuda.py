@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from quads.quant import conformance, fake_quant, fp8, nvfp4, residual
-from quads.quant.tensor import Float8BlockTensor, NVFP4Tensor
+from quads.quant.formats import FORMATS
+from quads.quant.tensor import QuantizedTensor
 from tests.helpers import REPOSITORY
 
 pytestmark = pytest.mark.gpu
@@ -55,16 +56,16 @@ def test_conformance(name, backend):
     assert conformance.main([str(REPOSITORY / "tests" / "golden" / name), "--backend", backend]) == 0
 
 
-@pytest.mark.parametrize("kind", [NVFP4Tensor, Float8BlockTensor])
-def test_compiled_dequantize(kind):
-    packed = kind.from_hp((torch.randn(3, 64, 96) * 0.02).bfloat16().cuda())
+@pytest.mark.parametrize("format", list(FORMATS))
+def test_compiled_dequantize(format):
+    packed = QuantizedTensor.from_hp((torch.randn(3, 64, 96) * 0.02).bfloat16().cuda(), format)
     compiled = torch.compile(lambda t: t.dequantize(torch.bfloat16), fullgraph=True)
     assert torch.equal(compiled(packed), packed.dequantize(torch.bfloat16))
 
 
 def test_compiled_activation_quantizer():
     x = torch.randn(7, 96, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-    compiled = torch.compile(lambda x: fake_quant.fake_quantize_rows(x * 1.5), fullgraph=True)
+    compiled = torch.compile(lambda x: fake_quant.fake_quantize_rows(x * 1.5, "nvfp4", "pow2"), fullgraph=True)
     out = compiled(x)
     assert torch.equal(out, nvfp4.qdq_rows(x.detach() * 1.5, torch.bfloat16))
     out.sum().backward()

@@ -3,8 +3,9 @@
 import pytest
 import torch
 
-from quads.quant import nvfp4, weights
-from quads.quant.tensor import NVFP4Tensor
+from quads.quant import fake_quant, nvfp4
+from quads.quant.device import weight_amax
+from quads.quant.tensor import QuantizedTensor
 from tests.helpers import assert_bitwise
 
 pytestmark = pytest.mark.gpu
@@ -15,12 +16,15 @@ pytestmark = pytest.mark.gpu
 def test_cuda_has_the_bits_of_the_cpu(shape: tuple[int, ...], mode: str) -> None:
     w = torch.randn(shape, generator=torch.Generator().manual_seed(0)).bfloat16()
     w.view(-1)[::31] *= 100
-    cpu = NVFP4Tensor.from_hp(w, mode=mode)
-    gpu = NVFP4Tensor.from_hp(w.cuda(), mode=mode)
-    assert_bitwise(weights.weight_amax(w.cuda()), weights.weight_amax(w))
+    cpu = QuantizedTensor.from_hp(w, "nvfp4", mode)
+    gpu = QuantizedTensor.from_hp(w.cuda(), "nvfp4", mode)
+    assert_bitwise(weight_amax(w.cuda()), weight_amax(w))
     for name, part in cpu.parts.items():
         assert_bitwise(gpu.parts[name], part)
     for dtype in (torch.bfloat16, torch.float32):
         assert_bitwise(gpu.dequantize(dtype), cpu.dequantize(dtype))
-        g, gs = nvfp4.global_scale(weights.weight_amax(w), mode)
-        assert_bitwise(weights.qdq(w.cuda(), g.cuda(), mode, gs.cuda(), dtype), weights.qdq(w, g, mode, gs, dtype))
+        g, gs = nvfp4.global_scale(weight_amax(w), mode)
+        assert_bitwise(
+            fake_quant.qdq(w.cuda(), g.cuda(), gs.cuda(), "nvfp4", mode, dtype),
+            fake_quant.qdq(w, g, gs, "nvfp4", mode, dtype),
+        )

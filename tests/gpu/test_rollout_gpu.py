@@ -8,10 +8,10 @@ import torch
 from quads.config.sections import RolloutSettings
 from quads.model.attention import PackedContext
 from quads.model.logprobs import token_logprobs
-from quads.quant.linear import SiteSpec, allocate, grouped_linear, product_dtype, quantize_activation, widen
+from quads.quant.matmul import SiteSpec, allocate, grouped_linear, product_dtype, quantize_activation, widen
 from quads.quant.recipes import QuantSpec
 from quads.quant.rollout import named_weights
-from quads.quant.tensor import Float8BlockTensor, NVFP4Tensor
+from quads.quant.tensor import QuantizedTensor
 from quads.rollout.native.engine import NativeEngine
 from quads.rollout.sync import sync
 from quads.types import Sampling
@@ -109,7 +109,7 @@ def test_products_in_bf16_are_those_in_fp32_but_for_the_order_of_sums(rollout: s
     x, w = torch.randn(40, 256, device="cuda").bfloat16(), torch.randn(4, 64, 256, device="cuda").bfloat16()
     ends = torch.tensor([10, 10, 25, 40], dtype=torch.int32, device="cuda")
     stored = allocate(w.shape, site, torch.bfloat16, w.device)
-    stored.copy_(type(stored).from_hp(w) if isinstance(stored, NVFP4Tensor | Float8BlockTensor) else w)
+    stored.copy_(QuantizedTensor.from_hp(w, stored.format) if isinstance(stored, QuantizedTensor) else w)
     operands = quantize_activation(x, site)
     assert product_dtype(site, torch.bfloat16, w.device) == torch.bfloat16
     narrow = grouped_linear(operands, widen(stored, torch.bfloat16), ends).float()

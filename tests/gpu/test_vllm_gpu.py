@@ -194,7 +194,7 @@ def test_experts_are_quantized_beside_the_router(pair: Any, monkeypatch: pytest.
 @pytest.mark.parametrize("precision", ["w4a16", "w4a4", "w4a4_residual"])
 def test_quantizing_beside_the_router_changes_nothing(precision: Any, tokens: int) -> None:
     """Three layers with a second stream, in a CUDA graph that is replayed with other tokens, against one stream."""
-    from quads.quant.linear import SiteSpec
+    from quads.quant.matmul import SiteSpec
     from quads.rollout.vllm.loading import Part
     from quads.rollout.vllm.site_triton import TritonSite
 

@@ -18,9 +18,9 @@ from quads.config.sections import ParallelSettings, TrainSettings
 from quads.distributed import Distributed, build_meshes, in_process_group, init_distributed
 from quads.model.model import MoEDecoder
 from quads.model.parallelize import parallelize, write_part
-from quads.quant.learner import convert_learner
+from quads.quant.convert import convert_learner
+from quads.quant.masters import attach, requantize
 from quads.quant.recipes import QuantSpec
-from quads.quant.sharded import SHARDED, attach, requantize
 from quads.rollout.sync import sync
 from quads.rollout.vllm.engine import VLLMEngine
 from quads.types import Completion, Sampling
@@ -33,7 +33,7 @@ SAMPLING = Sampling(12, 0.9)
 def make_learner(world: Distributed) -> MoEDecoder:
     with torch.device("meta"):
         model = MoEDecoder(CONFIG, torch.bfloat16)
-    convert_learner(model, SPEC, SHARDED)
+    convert_learner(model, SPEC)
     parallelize(model, build_meshes("cuda", 1, world.size, 1))
     model.to_empty(device=world.device)
     model.init_weights(torch.Generator(world.device).manual_seed(0), write_part)

@@ -10,8 +10,8 @@ from quads.model.config import ModelConfig
 from quads.model.logprobs import token_logprobs
 from quads.model.model import MoEDecoder
 from quads.model.parallelize import fsdp_modules, parallelize, write_part
-from quads.quant import learner as single_quant
-from quads.quant import sharded
+from quads.quant.convert import convert_learner
+from quads.quant.masters import attach, quantized_weights, requantize
 from quads.quant.recipes import resolve
 from quads.quant.tensor import QuantizedTensor
 from tests.helpers import assert_bitwise
@@ -37,13 +37,13 @@ def sharded_model(world: Distributed, ep: int, recipe: str, all_gather: str, dty
     spec = resolve(QuantSettings(recipe=recipe))
     with torch.device("meta"):
         model = MoEDecoder(CONFIG, dtype)
-    single_quant.convert_learner(model, spec, sharded.SHARDED)
+    convert_learner(model, spec)
     parallelize(model, build_meshes("cpu", 1, world.size, ep))
     model.to_empty(device="cpu")
     with torch.no_grad():
         spiky_weights(torch.Generator().manual_seed(0), model, write_part)
-    sharded.attach(model, all_gather, spec)
-    sharded.requantize(model)
+    attach(model, all_gather, spec)
+    requantize(model)
     return model
 
 
@@ -51,8 +51,8 @@ def single_model(recipe: str, dtype: torch.dtype) -> MoEDecoder:
     model = MoEDecoder(CONFIG, dtype)
     with torch.no_grad():
         spiky_weights(torch.Generator().manual_seed(0), model)
-    single_quant.convert_learner(model, resolve(QuantSettings(recipe=recipe)))
-    single_quant.requantize(model)
+    convert_learner(model, resolve(QuantSettings(recipe=recipe)))
+    requantize(model)
     return model
 
 
@@ -66,15 +66,16 @@ def forward_backward(model: MoEDecoder) -> Tensor:
 def check_shipped_weights(world: Distributed, ep: int, recipe: str) -> None:
     """Every tensor that the sync ships has the bytes of one process, whatever the learner's own precision."""
     spec = resolve(QuantSettings(recipe=recipe))
-    expected = dict(single_quant.quantized_weights(single_model(recipe, torch.bfloat16), spec))
+    expected = dict(quantized_weights(single_model(recipe, torch.bfloat16), spec))
     names = []
-    for name, tensor in sharded.quantized_weights(sharded_model(world, ep, recipe, "bf16", torch.bfloat16), spec):
+    for name, tensor in quantized_weights(sharded_model(world, ep, recipe, "bf16", torch.bfloat16), spec):
         names.append(name)
         assert type(tensor) is type(expected[name]), name
         if isinstance(tensor, QuantizedTensor):
             for part, value in tensor.parts.items():
                 assert_bitwise(value, expected[name].parts[part])
-            assert (tensor.dtype, tensor.mode) == (expected[name].dtype, expected[name].mode)
+            for fact in ("dtype", "format", "rule"):
+                assert getattr(tensor, fact) == getattr(expected[name], fact)
         else:
             assert_bitwise(tensor, expected[name])
     assert names == list(expected)
@@ -92,7 +93,7 @@ def check_all_gather(world: Distributed, ep: int) -> None:
             history.append(forward_backward(model))
             history += [p.grad.to_local().clone() for p in model.parameters()]
             optimizer.step()
-            sharded.requantize(model)
+            requantize(model)
         histories.append(history + [p.to_local().clone() for p in model.parameters()])
     for one, other in zip(*histories, strict=True):
         assert_bitwise(one, other)

@@ -7,7 +7,7 @@ from quads.config.sections import OptimSettings, QuantSettings, RLSettings
 from quads.model.config import ModelConfig
 from quads.model.model import MoEDecoder
 from quads.model.parallelize import parallelize
-from quads.quant.learner import convert_learner
+from quads.quant.convert import convert_learner
 from quads.quant.recipes import resolve
 from quads.rl.learner import Learner
 from quads.rl.packing import Sample, pack

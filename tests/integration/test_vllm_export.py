@@ -2,6 +2,7 @@
 knows which layers are packed."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,13 +10,13 @@ import torch
 from safetensors.torch import load_file
 
 from quads.export import export
-from quads.quant.learner import quantized_weights
-from quads.quant.tensor import NVFP4Tensor
+from quads.quant.masters import quantized_weights
+from quads.quant.tensor import QuantizedTensor
 from tests.vllm_models import CONFIG, make_learner, spec_of
 
 pytestmark = pytest.mark.vllm
 
-SPEC = spec_of("w4a4")
+SPEC = replace(spec_of("w4a4"), learner_weights="nvfp4")
 
 
 def exported(kind: str, folder: Path) -> tuple[dict, dict]:
@@ -30,7 +31,7 @@ def test_compressed_tensors_decodes_our_values(tmp_path: Path) -> None:
 
     tensors, config = exported("nvfp4-compressed-tensors", tmp_path)
     scheme = QuantizationConfig.model_validate(config["quantization_config"]).config_groups["group_0"]
-    weights = {name: t for name, t in quantized_weights(make_learner(), SPEC) if isinstance(t, NVFP4Tensor)}
+    weights = {name: t for name, t in quantized_weights(make_learner(), SPEC) if isinstance(t, QuantizedTensor)}
     for name in ("self_attn.k_proj.weight", "self_attn.o_proj.weight"):
         name = f"model.layers.1.{name}"
         stem = name.removesuffix(".weight")

@@ -13,8 +13,8 @@ from torch import Tensor
 from quads.errors import UserError
 from quads.model.attention import PackedContext
 from quads.model.model import MoEDecoder
-from quads.quant.learner import quantized_weights
-from quads.quant.tensor import NVFP4Tensor
+from quads.quant.masters import quantized_weights
+from quads.quant.tensor import QuantizedTensor
 from quads.rollout.sync import checksum, sync
 from quads.types import Sampling
 from tests.vllm_models import (
@@ -79,7 +79,7 @@ def per_expert(learner: MoEDecoder) -> Iterator[tuple[str, Tensor]]:
 
 def alone(tensor: Tensor) -> Tensor:
     """Packed with a global scale of its own, not its sharing group's."""
-    return NVFP4Tensor.from_hp(8 * tensor.dequantize(torch.float32))
+    return QuantizedTensor.from_hp(8 * tensor.dequantize(torch.float32), "nvfp4")
 
 
 def test_two_reloads_and_back(engine: Any) -> None:
@@ -141,7 +141,7 @@ def test_full_precision_tensors_become_the_learners_bytes(engine: Any) -> None:
     for weights in (fused, fused[::-1], per_expert(learner)):
         engine.update_weights(weights, version=1)
         mine = engine.checksums()
-        quantized = {name for name, t in quantized_weights(learner, SPEC) if isinstance(t, NVFP4Tensor)}
+        quantized = {name for name, t in quantized_weights(learner, SPEC) if isinstance(t, QuantizedTensor)}
         assert {name: mine[name] for name in quantized} == {name: packed[name] for name in quantized}
         assert len(quantized) == 2 * 6
 

@@ -2,8 +2,8 @@
 
 import torch
 
-from quads.quant.linear import SiteSpec
-from quads.quant.tensor import NVFP4Tensor
+from quads.quant.matmul import SiteSpec
+from quads.quant.tensor import QuantizedTensor
 from quads.quant.triton import ops as kernels
 from quads.rollout.sync import checksum
 from quads.rollout.vllm.linear import PackedLinear
@@ -91,7 +91,7 @@ def check_experts(precision: str, generator: torch.Generator) -> None:
         for shard, weight in (("w3", both[e, WIDTH:]), ("w1", both[e, :WIDTH])):
             w13[0].loader.add(shard, weight, e)
         w2[0].loader.add("w2", down[e], e)
-    fused = NVFP4Tensor.from_hp(both.bfloat16())
+    fused = QuantizedTensor.from_hp(both.bfloat16(), "nvfp4")
     w13[1].loader.add_fused(fused, [gate, Part(WIDTH, 0, WIDTH, HIDDEN)])
     w2[1].loader.add_fused(down, [Part(0, 0, HIDDEN, WIDTH)])
     for triton, reference in (w13, w2):

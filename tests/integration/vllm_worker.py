@@ -13,9 +13,9 @@ from quads.model.attention import PackedContext
 from quads.model.logprobs import token_logprobs
 from quads.model.model import MoEDecoder
 from quads.model.parallelize import parallelize, write_part
-from quads.quant.learner import convert_learner
+from quads.quant.convert import convert_learner
+from quads.quant.masters import attach, requantize
 from quads.quant.recipes import QuantSpec
-from quads.quant.sharded import SHARDED, attach, requantize
 from quads.rollout.sync import sync
 from quads.types import Sampling
 from tests.vllm_models import CONFIG, LOGPROB_TOLERANCE, make_prompts, make_vllm
@@ -27,7 +27,7 @@ RESPONSE = Sampling(max_new_tokens=7)
 def make_learner(world: Distributed, spec: QuantSpec = SPEC) -> MoEDecoder:
     with torch.device("meta"):
         model = MoEDecoder(CONFIG)
-    convert_learner(model, spec, SHARDED)
+    convert_learner(model, spec)
     parallelize(model, build_meshes("cpu", 1, world.size, 1))
     model.to_empty(device="cpu")
     model.init_weights(torch.Generator().manual_seed(0), write_part)

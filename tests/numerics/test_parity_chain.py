@@ -15,7 +15,7 @@ from torch import Tensor
 from quads.model.attention import PackedContext
 from quads.model.logprobs import token_logprobs
 from quads.model.model import MoEDecoder
-from quads.quant.learner import quantized_weights
+from quads.quant.masters import quantized_weights
 from quads.quant.recipes import QuantSpec
 from quads.quant.rollout import named_weights
 from quads.quant.tensor import QuantizedTensor

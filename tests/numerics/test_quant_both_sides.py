@@ -1,17 +1,21 @@
 """Learner and rollout multiply the same numbers: weights bit for bit, sharing groups, precisions, batch invariance."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
+from quads.config.sections import QuantSettings
 from quads.model.attention import PackedContext
 from quads.model.config import ARCHITECTURES
 from quads.model.linear import Linear
 from quads.model.model import MoEDecoder
 from quads.quant import fp8, nvfp4, residual
-from quads.quant.learner import convert_learner, quantized_weights, requantize, sharing_groups
-from quads.quant.recipes import RECIPES, QuantSpec
-from quads.quant.rollout import convert_rollout, load_weight, named_weights
-from quads.quant.tensor import Float8BlockTensor, NVFP4Tensor
+from quads.quant.convert import convert_learner, convert_rollout
+from quads.quant.masters import quantized_weights, requantize, sharing_groups
+from quads.quant.recipes import RECIPES, QuantSpec, resolve
+from quads.quant.rollout import load_weight, named_weights
+from quads.quant.tensor import QuantizedTensor
 
 CONFIG = ARCHITECTURES["tiny"]
 ATTENTION = "model.layers.0.self_attn"
@@ -30,7 +34,7 @@ def decoder(dtype=torch.float32, seed=0):
 
 
 def spec_of(recipe, **changes):
-    return QuantSpec(*RECIPES[recipe], **changes)
+    return replace(resolve(QuantSettings(recipe=recipe)), **changes)
 
 
 def learner(recipe, dtype=torch.float32, **changes):
@@ -84,25 +88,26 @@ def test_sharing_groups(mode):
     projections = [attention.q_proj, attention.k_proj, attention.v_proj]
     masters = [p.weight.detach().bfloat16() for p in projections]
     g, _ = nvfp4.global_scale(torch.cat(masters).abs().max().float(), mode)
-    assert [p.packed["weight"].global_scale.item() for p in projections] == [g.item()] * 3
+    assert [p.packed["weight"].tensor.global_scale.item() for p in projections] == [g.item()] * 3
     together = nvfp4.qdq(torch.cat(masters), mode=mode)
-    values = torch.cat([p.packed["weight"].dequantize(torch.float32) for p in projections])
+    values = torch.cat([p.packed["weight"].tensor.dequantize(torch.float32) for p in projections])
     assert torch.equal(values, together)
     alone, _ = nvfp4.global_scale(masters[2].abs().max().float(), mode)
     assert alone < g  # v alone would have had another scale
 
     o_proj = attention.o_proj
     assert torch.equal(
-        o_proj.packed["weight"].dequantize(torch.float32), nvfp4.qdq(o_proj.weight.detach().bfloat16(), mode=mode)
+        o_proj.packed["weight"].tensor.dequantize(torch.float32),
+        nvfp4.qdq(o_proj.weight.detach().bfloat16(), mode=mode),
     )
 
     experts = source.get_submodule(EXPERTS)
     for leaf in ("gate_up_proj", "down_proj"):
-        packed, master = experts.packed[leaf], experts.get_parameter(leaf).detach().bfloat16()
+        packed, master = experts.packed[leaf].tensor, experts.get_parameter(leaf).detach().bfloat16()
         assert packed.global_scale.shape == (CONFIG.num_experts, 1, 1)
         for e in range(CONFIG.num_experts):
             assert torch.equal(packed.dequantize(torch.float32)[e], nvfp4.qdq(master[e], mode=mode))
-    assert experts.packed["gate_up_proj"].global_scale.unique().numel() > 1
+    assert experts.packed["gate_up_proj"].tensor.global_scale.unique().numel() > 1
 
 
 def test_groups_by_name():
@@ -122,9 +127,9 @@ def test_what_is_quantized_is_the_bf16_cast_of_the_master():
     source = learner("qat")
     weight = source.get_submodule(EXPERTS).down_proj
     assert not torch.equal(weight.bfloat16().float(), weight)  # the cast matters here
-    values = source.get_submodule(EXPERTS).packed["down_proj"].dequantize(torch.float32)
+    values = source.get_submodule(EXPERTS).packed["down_proj"].tensor.dequantize(torch.float32)
     assert torch.equal(values[0], nvfp4.qdq(weight[0].detach().bfloat16()))
-    assert source.get_submodule(EXPERTS).packed["down_proj"].dtype == torch.bfloat16
+    assert source.get_submodule(EXPERTS).packed["down_proj"].tensor.dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize("recipe", list(RECIPES))
@@ -134,19 +139,21 @@ def test_what_is_shipped(recipe):
     source = learner(recipe)
     shipped = dict(quantized_weights(source, spec))
     assert list(shipped) == [name for name, _ in decoder().named_parameters()]
-    kind = {"bf16": torch.Tensor, "fp8": Float8BlockTensor}.get(spec.rollout, NVFP4Tensor)
+    format = spec.rollout_weights("w13")
     for name, tensor in shipped.items():
         targeted = "_proj" in name
-        assert type(tensor) is (kind if targeted else torch.Tensor), name
+        quantized = targeted and format != "bf16"
+        assert type(tensor) is (QuantizedTensor if quantized else torch.Tensor), name
+        assert not quantized or tensor.format == format
         if not targeted:
             assert tensor.dtype == torch.float32
     if spec.learner_weights != "bf16":
-        packed = source.get_submodule(EXPERTS).packed["down_proj"]
+        packed = source.get_submodule(EXPERTS).packed["down_proj"].tensor
         assert shipped[f"{EXPERTS}.down_proj"] is packed
     if recipe == "naive":  # a bf16 learner ships what a quantized one would
         other = dict(quantized_weights(learner("qat"), spec))
         for name, tensor in shipped.items():
-            if isinstance(tensor, NVFP4Tensor):
+            if isinstance(tensor, QuantizedTensor):
                 assert torch.equal(tensor.packed, other[name].packed)
                 assert torch.equal(tensor.global_scale, other[name].global_scale)
 
@@ -158,7 +165,7 @@ def test_targets_and_weight_only_precisions():
     requantize(model)
     assert not hasattr(model.get_submodule(EXPERTS), "packed")
     shipped = dict(quantized_weights(model, spec))
-    assert isinstance(shipped[f"{ATTENTION}.q_proj.weight"], NVFP4Tensor)
+    assert isinstance(shipped[f"{ATTENTION}.q_proj.weight"], QuantizedTensor)
     assert type(shipped[f"{EXPERTS}.down_proj"]) is torch.Tensor
     spec = QuantSpec("bf16", "bf16", "w16a4")
     assert all(type(tensor) is torch.Tensor for _, tensor in quantized_weights(decoder(), spec))
@@ -201,7 +208,7 @@ def test_gradient_passes_straight_through_to_the_master():
         layer = learner(recipe).get_submodule(ATTENTION).q_proj
         layer.weight.grad = None
         out = layer(x)
-        assert torch.equal(out, operand @ layer.packed["weight"].dequantize(torch.float32).t())
+        assert torch.equal(out, operand @ layer.packed["weight"].tensor.dequantize(torch.float32).t())
         out.backward(upstream)
         assert torch.equal(layer.weight.grad, upstream.t() @ operand)
 
@@ -247,7 +254,7 @@ def test_rollout_model_against_a_learner_that_quantizes_the_same(recipe):
 
     A rounding difference can flip an activation code, so the bound is on the mean; a wrong scale would give 1e-1.
     """
-    spec = QuantSpec(*RECIPES[recipe][:2], {"qat": "w4a16", "fp8": "fp8", "symmetric": "w4a4"}[recipe])
+    spec = spec_of(recipe, rollout={"qat": "w4a16", "fp8": "fp8", "symmetric": "w4a4"}[recipe])
     source = decoder()
     convert_learner(source, spec)
     requantize(source)

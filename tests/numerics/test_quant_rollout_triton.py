@@ -12,9 +12,10 @@ from torch import nn
 from quads.errors import UserError
 from quads.model.linear import Linear
 from quads.model.moe import Experts
-from quads.quant.learner import quantized_weights
+from quads.quant.convert import convert_rollout
+from quads.quant.masters import quantized_weights
 from quads.quant.recipes import QuantSpec
-from quads.quant.rollout import convert_rollout, load_weight, named_weights
+from quads.quant.rollout import load_weight, named_weights
 from tests.helpers import assert_passes_interpreted
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"

@@ -18,9 +18,10 @@ from quads.model.config import ARCHITECTURES
 from quads.model.hf import load_model, save_hf
 from quads.model.model import MoEDecoder
 from quads.quant import nvfp4
-from quads.quant.learner import convert_learner, quantized_weights, requantize
+from quads.quant.convert import convert_learner
+from quads.quant.masters import quantized_weights, requantize
 from quads.quant.recipes import QuantSpec, resolve
-from quads.quant.tensor import NVFP4Tensor
+from quads.quant.tensor import QuantizedTensor
 from quads.run.checkpoint import Checkpointer
 from quads.run.checkpoint_state import TrainState
 from tests.helpers import assert_bitwise, run_command
@@ -61,7 +62,7 @@ def by_matrix(learner: MoEDecoder) -> dict[str, tuple[Tensor, Tensor, Tensor]]:
     """(packed, block scale, global scale []) of every matrix of the learner, under its name on disk."""
     found = {}
     for name, tensor in quantized_weights(learner, SPEC):
-        if not isinstance(tensor, NVFP4Tensor):
+        if not isinstance(tensor, QuantizedTensor):
             continue
         if tensor.dim() == 2:
             found[name] = tensor.packed, tensor.block_scale, tensor.global_scale
@@ -163,7 +164,7 @@ def test_a_run_is_exported_with_its_own_quantization(learner: MoEDecoder, folder
     tensors = run("nvfp4-modelopt", tmp_path / "run", tmp_path / "out")
     weight = learner.get_parameter(f"{STEM}.self_attn.q_proj.weight")
     assert_bitwise(tensors[f"{STEM}.self_attn.q_proj.weight"], weight.detach().bfloat16())
-    packed = NVFP4Tensor.from_hp(learner.get_parameter(f"{STEM}.mlp.experts.down_proj").detach().bfloat16())
+    packed = QuantizedTensor.from_hp(learner.get_parameter(f"{STEM}.mlp.experts.down_proj").bfloat16(), "nvfp4")
     assert_bitwise(tensors[f"{STEM}.mlp.experts.3.down_proj.weight"], packed.packed[3])
 
 

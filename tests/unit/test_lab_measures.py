@@ -160,7 +160,7 @@ def test_channel_measures_by_hand():
     assert shares[0.05] == pytest.approx(0.64, abs=1e-4) and shares[0.125] == pytest.approx(1.0, abs=1e-4)
     assert channels.top_channels(r).nonzero().flatten().tolist() == [3, 7]
     assert channels.overlap(channels.top_channels(r), channels.top_channels(r[1:])) == 0.5  # there 3 and 0 lead
-    one = channels.captured_share(r, 1 / 16)
+    one = channels.captured_share(r, 1 / 16, 16)
     assert one["batch"] == pytest.approx(0.64, abs=1e-4) and one["block"] == 0.0
     assert one["token"] == pytest.approx((64 + 3 * 9) / 100, abs=1e-4)
 

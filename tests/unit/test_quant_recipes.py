@@ -6,7 +6,8 @@ import torch
 from quads.config.sections import QuantSettings
 from quads.errors import UserError
 from quads.quant import backend
-from quads.quant.recipes import QuantSpec, banner, resolve
+from quads.quant.banner import banner
+from quads.quant.recipes import QuantSpec, resolve
 
 
 def test_the_six_recipes():
@@ -60,6 +61,8 @@ def test_precision_of_each_site():
         ({"residual_ratio": 1.5}, "outside [0, 1]"),
         ({"residual_selection": "row"}, "batch, block, token"),
         ({"global_scale": "e8m0"}, "pow2, amax"),
+        ({"format": "nf4"}, "[quant] format = 'nf4' does not exist; use nvfp4"),
+        ({"scale_rule": "floor"}, "[quant] scale_rule = 'floor' is none of nvfp4; leave it \"\"; the choice of its"),
     ],
 )
 def test_bad_settings_say_what_can_be_had(changes, message):
@@ -85,25 +88,29 @@ def test_banner_names_every_group_and_its_kernel():
     assert "norms, lm_head" in plain and plain.count("W fp32 A fp32") == 2 and "nvfp4" not in plain
     bf16 = banner(resolve(QuantSettings(recipe="bf16")))
     assert bf16.count("W bf16 A bf16") == 10 and "W nvfp4" not in bf16
+    assert "nvfp4" not in bf16 and "bits a weight" not in bf16
+    fp8 = banner(resolve(QuantSettings(recipe="fp8")))
+    assert "fp8: 8.002 bits a weight, blocks of 128 x 128" in fp8 and "nvfp4" not in fp8
+    assert "nvfp4: 4.5 bits a weight, blocks of 16; activations have one power-of-two scale a token." in lines
     assert "vllm engine" in banner(resolve(QuantSettings()), "vllm")
     assert "not exact in bf16" in banner(resolve(QuantSettings(global_scale="amax")))
 
 
 def test_kernel_choice():
     cpu = torch.device("cpu")
-    assert backend.choose_kernel("auto", cpu, "w4a4") == "reference"
-    assert backend.choose_kernel("reference", cpu, "w4a4") == "reference"
-    assert backend.choose_kernel("auto", torch.device("cuda"), "fp8") == "reference"
+    assert backend.choose_kernel("auto", cpu, "w4a4", "nvfp4") == "reference"
+    assert backend.choose_kernel("reference", cpu, "w4a4", "nvfp4") == "reference"
+    assert backend.choose_kernel("auto", torch.device("cuda"), "fp8", "nvfp4") == "reference"
     with pytest.raises(UserError, match='"auto", "reference" or "triton"'):
-        backend.choose_kernel("cutlass", cpu, "w4a4")
+        backend.choose_kernel("cutlass", cpu, "w4a4", "nvfp4")
     with pytest.raises(UserError, match="not fp8"):
-        backend.choose_kernel("triton", cpu, "fp8")
+        backend.choose_kernel("triton", cpu, "fp8", "nvfp4")
 
 
 def test_triton_without_a_gpu_is_an_error(monkeypatch):
     monkeypatch.setattr(backend, "interpreted", lambda: False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(UserError, match="reference backend"):
-        backend.choose_kernel("triton", torch.device("cpu"), "w4a4")
+        backend.choose_kernel("triton", torch.device("cpu"), "w4a4", "nvfp4")
     with pytest.raises(UserError, match="reference backend"):
         banner(resolve(QuantSettings()), kernel="triton")

@@ -5,10 +5,11 @@ import io
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 from quads.quant import fake_quant, fp8, nvfp4
-from quads.quant.tensor import Float8BlockTensor, NVFP4Tensor
+from quads.quant.device import weight_amax
+from quads.quant.formats import FORMATS
+from quads.quant.tensor import QuantizedTensor
 
 SHAPES = [(5, 40), (3, 4, 33), (1, 1), (2, 130, 260)]
 
@@ -18,7 +19,7 @@ def weight(shape, dtype=torch.bfloat16, seed=0):
 
 
 def assert_same(a, b):
-    assert type(a) is type(b) and a.shape == b.shape and a.dtype == b.dtype and a.mode == b.mode
+    assert type(a) is type(b) and a.shape == b.shape and a.dtype == b.dtype and (a.format, a.rule) == (b.format, b.rule)
     for name, part in a.parts.items():
         assert part.dtype == b.parts[name].dtype
         assert torch.equal(part.reshape(-1).view(torch.uint8), b.parts[name].reshape(-1).view(torch.uint8)), name
@@ -28,7 +29,7 @@ def assert_same(a, b):
 @pytest.mark.parametrize("mode", ["pow2", "amax"])
 def test_nvfp4_tensor_holds_what_the_spec_says(shape, mode):
     w = weight(shape)
-    t = NVFP4Tensor.from_hp(w, mode=mode)
+    t = QuantizedTensor.from_hp(w, "nvfp4", mode)
     assert t.shape == w.shape and t.dtype == torch.bfloat16 and t.device == w.device
     assert t.global_scale.shape == ((shape[0], 1, 1) if len(shape) == 3 else ())
     for e, w_e in enumerate(w if len(shape) == 3 else [w]):
@@ -41,9 +42,9 @@ def test_nvfp4_tensor_holds_what_the_spec_says(shape, mode):
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("kind", [NVFP4Tensor, Float8BlockTensor])
-def test_detach_clone_to_and_copy(kind, shape):
-    t = kind.from_hp(weight(shape))
+@pytest.mark.parametrize("format", list(FORMATS))
+def test_detach_clone_to_and_copy(format, shape):
+    t = QuantizedTensor.from_hp(weight(shape), format)
     assert_same(t.detach(), t)
     clone = t.clone()
     assert_same(clone, t)
@@ -55,7 +56,7 @@ def test_detach_clone_to_and_copy(kind, shape):
     meta = t.to("meta")
     assert meta.device.type == "meta" and meta.shape == t.shape and meta.parts.keys() == t.parts.keys()
 
-    target = kind.empty(shape, torch.float32)
+    target = QuantizedTensor.empty(shape, torch.float32, format)
     assert target.dequantize().count_nonzero() == 0
     addresses = [part.data_ptr() for part in target.parts.values()]
     assert target.copy_(t) is target
@@ -64,40 +65,35 @@ def test_detach_clone_to_and_copy(kind, shape):
 
 
 def test_copy_refuses_other_shapes_and_kinds():
-    t = NVFP4Tensor.from_hp(weight((4, 32)))
+    t = QuantizedTensor.from_hp(weight((4, 32)), "nvfp4")
     with pytest.raises(ValueError, match="cannot copy"):
-        t.copy_(NVFP4Tensor.from_hp(weight((4, 31))))  # the same packed shapes, but another K
+        t.copy_(QuantizedTensor.from_hp(weight((4, 31)), "nvfp4"))  # the same packed shapes, but another K
     with pytest.raises(ValueError, match="cannot copy"):
         t.copy_(weight((4, 32)))
     with pytest.raises(ValueError, match="cannot copy"):
-        t.copy_(Float8BlockTensor.from_hp(weight((4, 32))))
+        t.copy_(QuantizedTensor.from_hp(weight((4, 32)), "fp8"))
 
 
-@pytest.mark.parametrize("kind", [NVFP4Tensor, Float8BlockTensor])
-@pytest.mark.parametrize("mode", ["pow2", "amax"])
-def test_torch_save_and_safetensors_round_trips(kind, mode, tmp_path):
-    tensors = {"a": kind.from_hp(weight((5, 40)), mode=mode), "b": kind.from_hp(weight((2, 3, 33)), mode=mode)}
+@pytest.mark.parametrize("format", list(FORMATS))
+def test_torch_save_round_trips(format):
+    rule = FORMATS[format].rules[-1]
+    tensors = {str(shape): QuantizedTensor.from_hp(weight(shape), format, rule) for shape in ((5, 40), (2, 3, 33))}
     buffer = io.BytesIO()
     torch.save(tensors, buffer)
     buffer.seek(0)
     for name, t in torch.load(buffer, weights_only=True).items():
         assert_same(t, tensors[name])
-    plain = {k: v for name, t in tensors.items() for k, v in t.to_plain(name).items()}
-    save_file(plain, tmp_path / "w.safetensors")
-    loaded = load_file(tmp_path / "w.safetensors")
-    for name, t in tensors.items():
-        assert_same(kind.from_plain(loaded, name, torch.bfloat16), t)
 
 
-@pytest.mark.parametrize("kind", [NVFP4Tensor, Float8BlockTensor])
-def test_module_buffer_state_dict_round_trip(kind):
+@pytest.mark.parametrize("format", list(FORMATS))
+def test_module_buffer_state_dict_round_trip(format):
     def module(t):
         m = torch.nn.Module()
         m.register_buffer("weight", t)
         return m
 
-    source = module(kind.from_hp(weight((5, 40))))
-    target = module(kind.empty((5, 40), torch.bfloat16))
+    source = module(QuantizedTensor.from_hp(weight((5, 40)), format))
+    target = module(QuantizedTensor.empty((5, 40), torch.bfloat16, format))
     address = next(iter(target.weight.parts.values())).data_ptr()
     target.load_state_dict(source.state_dict())
     assert_same(target.weight, source.weight)
@@ -105,15 +101,15 @@ def test_module_buffer_state_dict_round_trip(kind):
     assert target.float().weight.dtype == torch.float32
 
 
-@pytest.mark.parametrize("kind", [NVFP4Tensor, Float8BlockTensor])
-def test_dequantize_inside_a_compiled_function(kind):
+@pytest.mark.parametrize("format", list(FORMATS))
+def test_dequantize_inside_a_compiled_function(format):
     x = weight((3, 40), seed=1)
 
     @torch.compile(fullgraph=True, backend="aot_eager")
     def linear(x, w):
         return x @ w.dequantize(x.dtype).t()
 
-    t = kind.from_hp(weight((5, 40)))
+    t = QuantizedTensor.from_hp(weight((5, 40)), format)
     assert torch.equal(linear(x, t), x @ t.dequantize().t())
 
 
@@ -122,7 +118,7 @@ def test_activation_quantizers_inside_a_compiled_function():
 
     @torch.compile(fullgraph=True, backend="aot_eager")
     def f(x):
-        return fake_quant.fake_quantize_rows(x) * 2 + fake_quant.fake_quantize_rows_fp8(x)
+        return fake_quant.fake_quantize_rows(x, "nvfp4", "pow2") * 2 + fake_quant.fake_quantize_rows(x, "fp8", "pow2")
 
     out = f(x)
     assert torch.equal(out, nvfp4.qdq_rows(x.detach()) * 2 + fp8.qdq_rows(x.detach()))
@@ -131,33 +127,33 @@ def test_activation_quantizers_inside_a_compiled_function():
 
 
 def test_repr_explains_itself():
-    text = repr(NVFP4Tensor.from_hp(weight((4, 64, 32))))
-    for fact in ("[4, 64, 32]", "4.52 bits per weight", "blocks of 16", "pow2", "each of 4 experts", "bfloat16"):
+    text = repr(QuantizedTensor.from_hp(weight((4, 64, 32)), "nvfp4"))
+    for fact in ("[4, 64, 32]", "4.5 bits per weight", "blocks of 16", "pow2", "each of 4 experts", "bfloat16"):
         assert fact in text, text
-    text = repr(Float8BlockTensor.from_hp(weight((256, 256)), mode="amax"))
-    for fact in ("[256, 256]", "8 bits per weight", "128 x 128", "amax"):
+    text = repr(QuantizedTensor.from_hp(weight((256, 256)), "fp8", "amax"))
+    for fact in ("[256, 256]", "8.002 bits per weight", "128 x 128", "amax"):
         assert fact in text, text
 
 
 def test_shared_scale_is_used_as_given():
     q, k = weight((4, 32)), weight((4, 32), seed=1) * 8
     g, gs = nvfp4.global_scale(torch.maximum(nvfp4.finite_amax(q), nvfp4.finite_amax(k)), "amax")
-    tq, tk = NVFP4Tensor.from_hp(q, g, "amax", gs=gs), NVFP4Tensor.from_hp(k, g, "amax", gs=gs)
+    tq, tk = (QuantizedTensor.from_hp(w, "nvfp4", "amax", (g, gs)) for w in (q, k))
     assert tq.global_scale.item() == tk.global_scale.item() == g.item()
     both = nvfp4.qdq(torch.cat([q, k]), mode="amax")
     assert torch.equal(torch.cat([tq.dequantize(torch.float32), tk.dequantize(torch.float32)]), both)
 
 
 @pytest.mark.parametrize("shape", [(6, 40), (3, 4, 32)])
-@pytest.mark.parametrize("kind", ["nvfp4", "fp8"])
-def test_straight_through_weight(shape, kind):
+@pytest.mark.parametrize("format", list(FORMATS))
+def test_straight_through_weight(shape, format):
     w = weight(shape, torch.float32).requires_grad_()
-    if kind == "nvfp4":  # the learner has the packed weight already
-        value = NVFP4Tensor.from_hp(w.detach().bfloat16()).dequantize()
-        out = fake_quant.straight_through(w, value)
-    else:
-        value = Float8BlockTensor.from_hp(w.detach().bfloat16()).dequantize()
-        out = fake_quant.fake_quantize_weight_fp8(w, torch.bfloat16)
+    packed = QuantizedTensor.from_hp(w, format, cast=True)
+    value = packed.dequantize()
+    scales = FORMATS[format].global_scale and FORMATS[format].global_scale(weight_amax(w, cast=True), packed.rule)
+    again = fake_quant.qdq(w.detach().bfloat16(), *(scales or (None, None)), format, packed.rule, torch.bfloat16)
+    assert torch.equal(again, value)  # what a process that gathered the cast makes of it
+    out = fake_quant.straight_through(w, value)
     assert out.dtype == torch.bfloat16 and torch.equal(out, value)
     upstream = torch.randn(shape).bfloat16()
     out.backward(upstream)
@@ -167,12 +163,9 @@ def test_straight_through_weight(shape, kind):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_straight_through_rows(dtype):
     x = torch.randn(4, 48, dtype=dtype, requires_grad=True)
-    for fake, value in (
-        (fake_quant.fake_quantize_rows, nvfp4.qdq_rows(x.detach())),
-        (fake_quant.fake_quantize_rows_fp8, fp8.qdq_rows(x.detach())),
-    ):
+    for format, value in (("nvfp4", nvfp4.qdq_rows(x.detach())), ("fp8", fp8.qdq_rows(x.detach()))):
         x.grad = None
-        out = fake(x)
+        out = fake_quant.fake_quantize_rows(x, format, "pow2")
         assert out.dtype == dtype and torch.equal(out.float(), value)
         (out * 3).sum().backward()
         assert x.grad is not None and (x.grad == 3).all()
@@ -182,7 +175,7 @@ def test_gradient_through_a_linear_uses_the_quantized_operands():
     """y = fq(x) fq(W)^T: dW = g^T fq(x), dx = g fq(W), by hand."""
     x = torch.randn(3, 32, requires_grad=True)
     w = weight((5, 32), torch.float32).requires_grad_()
-    xq = fake_quant.fake_quantize_rows(x)
+    xq = fake_quant.fake_quantize_rows(x, "nvfp4", "pow2")
     wq = fake_quant.straight_through(w, nvfp4.qdq(w.detach().bfloat16()))
     g = torch.randn(3, 5)
     (xq @ wq.t()).backward(g)

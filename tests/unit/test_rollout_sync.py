@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 from quads.errors import UserError
-from quads.quant.learner import quantized_weights, requantize
+from quads.quant.masters import quantized_weights, requantize
 from quads.quant.recipes import QuantSpec
 from quads.quant.rollout import named_weights
-from quads.quant.tensor import NVFP4Tensor, QuantizedTensor
+from quads.quant.tensor import QuantizedTensor
 from quads.rollout.sync import WORDS_AT_ONCE, checksum, compare_checksums, sync
 from tests.rollout_models import SAMPLING, make_engine, make_learner
 
@@ -68,7 +68,7 @@ class Corrupting:
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         self.engine.update_weights(weights, version)
         stored = dict(named_weights(self.engine.model))[self.name]
-        if isinstance(stored, NVFP4Tensor):
+        if isinstance(stored, QuantizedTensor) and stored.format == "nvfp4":
             stored.block_scale.view(torch.uint8).view(-1)[17] ^= 1
         else:
             stored.view(-1).view(torch.int32)[3] ^= 1

@@ -8,9 +8,9 @@ from torch import Tensor
 
 from quads.errors import UserError
 from quads.quant import nvfp4
-from quads.quant.linear import SiteSpec
+from quads.quant.matmul import SiteSpec
 from quads.quant.recipes import QuantSpec
-from quads.quant.tensor import NVFP4Tensor
+from quads.quant.tensor import QuantizedTensor
 from quads.rollout.vllm.loading import LoadLedger, Part, PlainLoader
 from quads.rollout.vllm.options import KEYS, read_options, site_spec, write_options
 from quads.rollout.vllm.site import ReferenceSite
@@ -40,7 +40,7 @@ def test_a_sharing_group_has_one_scale_whatever_the_order(order: str) -> None:
     for member in order:
         layer.loader.add(member, weights[member])
     stacked = torch.cat([weights[m] for m in "qkv"]).bfloat16()
-    expected = NVFP4Tensor.from_hp(stacked)
+    expected = QuantizedTensor.from_hp(stacked, "nvfp4")
     for part, tensor in expected.parts.items():
         assert_bitwise(layer.checkpoint().parts[part], tensor)  # type: ignore[attr-defined]
 
@@ -50,15 +50,15 @@ def test_tensor_parallel_ranks_hold_slices_of_the_whole(packed: bool) -> None:
     """Rows of q, k, v on two ranks; the global scale is that of the whole group."""
     weights = qkv()
     amax = nvfp4.finite_amax(torch.cat(list(weights.values())).bfloat16())
-    g = nvfp4.global_scale(amax)[0]
-    whole_group = {m: NVFP4Tensor.from_hp(w.bfloat16(), g) for m, w in weights.items()}
+    g, gs = nvfp4.global_scale(amax)
+    whole_group = {m: QuantizedTensor.from_hp(w.bfloat16(), "nvfp4", "pow2", (g, gs)) for m, w in weights.items()}
     for rank in range(2):
         parts = {m: Part(rank * len(w) // 2, 0, len(w) // 2, COLUMNS) for m, w in weights.items()}
         layer = site(parts, ((Q + K + V) // 2, COLUMNS))
         for member, weight in weights.items():
             layer.loader.add(member, whole_group[member] if packed else weight)
         stored = layer.checkpoint()
-        assert isinstance(stored, NVFP4Tensor)
+        assert isinstance(stored, QuantizedTensor)
         rows = [t.packed[rank * len(t) // 2 : (rank + 1) * len(t) // 2] for t in whole_group.values()]
         assert_bitwise(stored.packed, torch.cat(rows))
         assert float(stored.global_scale) == float(g)
@@ -66,12 +66,12 @@ def test_tensor_parallel_ranks_hold_slices_of_the_whole(packed: bool) -> None:
 
 def test_row_parallel_ranks_cut_columns_in_whole_blocks() -> None:
     weight = torch.randn(24, COLUMNS)
-    expected = NVFP4Tensor.from_hp(weight.bfloat16())
+    expected = QuantizedTensor.from_hp(weight.bfloat16(), "nvfp4")
     for rank in range(2):
         layer = site({"whole": Part(0, 32 * rank, 24, 32)}, (24, 32))
         layer.loader.add("whole", weight)
         stored = layer.checkpoint()
-        assert isinstance(stored, NVFP4Tensor)
+        assert isinstance(stored, QuantizedTensor)
         assert_bitwise(stored.packed, expected.packed[:, 16 * rank : 16 * rank + 16])
         assert_bitwise(stored.block_scale, expected.block_scale[:, 2 * rank : 2 * rank + 2])
     with pytest.raises(UserError, match="24 columns on this rank"):
@@ -89,11 +89,11 @@ def test_fused_experts_on_two_ranks() -> None:
         for e in (1, 2, 0):
             apart.loader.add("w3", fused[e, width:], e)
             apart.loader.add("w1", fused[e, :width], e)
-        expected = NVFP4Tensor.from_hp(fused.bfloat16())
+        expected = QuantizedTensor.from_hp(fused.bfloat16(), "nvfp4")
         rows = [expected.packed[:, start : start + 16] for start in (16 * rank, width + 16 * rank)]
         for layer in (once, apart):
             stored = layer.checkpoint()
-            assert isinstance(stored, NVFP4Tensor)
+            assert isinstance(stored, QuantizedTensor)
             assert_bitwise(stored.packed, torch.cat(rows, dim=1))
             assert_bitwise(stored.global_scale, expected.global_scale)
 
@@ -112,13 +112,13 @@ def test_a_group_must_be_of_one_kind_and_one_scale() -> None:
     layer = site(whole(), (Q + K + V, COLUMNS))
     weights = qkv()
     layer.loader.add("q", weights["q"])
-    layer.loader.add("k", NVFP4Tensor.from_hp(weights["k"].bfloat16()))
+    layer.loader.add("k", QuantizedTensor.from_hp(weights["k"].bfloat16(), "nvfp4"))
     with pytest.raises(UserError, match="some matrices of one sharing group are packed"):
         layer.loader.add("v", weights["v"])
     for member in "qk":
-        layer.loader.add(member, NVFP4Tensor.from_hp(weights[member].bfloat16()))
+        layer.loader.add(member, QuantizedTensor.from_hp(weights[member].bfloat16(), "nvfp4"))
     with pytest.raises(UserError, match="different global scales"):
-        layer.loader.add("v", NVFP4Tensor.from_hp(weights["v"].bfloat16()))
+        layer.loader.add("v", QuantizedTensor.from_hp(weights["v"].bfloat16(), "nvfp4"))
     with pytest.raises(UserError, match="torch.uint8 tensor of shape .32, 32. is neither full precision nor packed"):
         layer.loader.add("q", torch.zeros(32, 32, dtype=torch.uint8))
 
@@ -132,7 +132,7 @@ def test_members_that_wait_can_be_forgotten() -> None:
         layer.loader.add(member, new[member])
     assert not layer.checkpoint().packed.any()  # type: ignore[attr-defined]  # still waiting for q
     layer.loader.add("q", new["q"])
-    expected = NVFP4Tensor.from_hp(torch.cat([new[m] for m in "qkv"]).bfloat16())
+    expected = QuantizedTensor.from_hp(torch.cat([new[m] for m in "qkv"]).bfloat16(), "nvfp4")
     assert_bitwise(layer.checkpoint().packed, expected.packed)  # type: ignore[attr-defined]
 
 
@@ -213,7 +213,7 @@ def test_every_option_reaches_the_sites() -> None:
         ("residual_selection", "token", "experts", "w13", SiteSpec("w4a4_residual", 0.5, "token", "pow2")),
         ("global_scale", "amax", "experts", "w13", SiteSpec("w4a4_residual", 0.5, "batch", "amax")),
     ]
-    assert {key for key, *_ in changes} == set(KEYS)
+    assert {key for key, *_ in changes} == set(KEYS) - {"format", "scale_rule"}
     for key, value, target, site_name, expected in changes:
         more = {"residual_sites": ["qkv"]} if (key, value) == ("targets", ["attention"]) else {}
         assert site_spec(read_options({key: value, **more}), target, site_name) == expected, key
@@ -223,7 +223,7 @@ def test_every_option_reaches_the_sites() -> None:
     ("options", "message"),
     [
         ({"precision": "w3a3"}, "quantization_config: precision = 'w3a3': must be one of .*w4a4_residual"),
-        ({"precison": "w4a4"}, "unknown precison; known: global_scale, precision"),
+        ({"precison": "w4a4"}, "unknown precison; known: format, global_scale, precision"),
         ({"precision": "fp8"}, "vLLM has its own"),
         ({"residual_ratio": 1.5}, "quantization_config: residual_ratio = 1.5"),
         ({"residual_ratio": "0.5"}, "residual_ratio = '0.5': must be a number"),

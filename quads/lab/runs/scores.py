@@ -40,7 +40,7 @@ from quads.lab import style
 from quads.lab.results import config_argv, markdown, progress, provenance, write_result
 from quads.lab.subject import as_learner
 from quads.config.options import whole
-from quads.quant.recipes import ROLLOUTS, QuantSpec, resolve
+from quads.quant.recipes import PRECISIONS, QuantSpec, resolve
 from quads.rl.scores import evaluate, standard_error
 from quads.rl.grading import Grading
 from quads.data.tasks import build_task
@@ -235,9 +235,9 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--name", default="scores", help="of these files (default: scores)")
     args, overrides = parser.parse_known_args(argv)
     rollouts = list(dict.fromkeys(name for name in args.rollouts.split(",") if name))
-    unknown = [name for name in rollouts if name != "own" and name not in ROLLOUTS]
+    unknown = [name for name in rollouts if name != "own" and name not in PRECISIONS]
     if unknown or not rollouts:
-        raise UserError(f"--rollouts {args.rollouts}: name own or {', '.join(ROLLOUTS)}")
+        raise UserError(f"--rollouts {args.rollouts}: name own or {', '.join(PRECISIONS)}")
     runs = [Policy.of_run(folder, overrides) for folder in args.runs]
     check_alike(runs)
     start = Policy(START, runs[0].seed, None, runs[0].cfg)

@@ -12,11 +12,10 @@ from torch import Tensor
 
 from quads.errors import UserError
 from quads.model.moe import Experts
-from quads.quant.linear import SiteSpec
-from quads.quant.nvfp4 import GlobalScaleMode
+from quads.quant.matmul import SiteSpec
 from quads.quant.recipes import QuantSpec
 from quads.quant.rollout import RolloutExperts, RolloutLinear, RolloutWeights
-from quads.quant.tensor import NVFP4Tensor
+from quads.quant.tensor import QuantizedTensor
 from quads.quant.triton import ops
 
 
@@ -33,11 +32,12 @@ class TritonWeights(RolloutWeights):
         swiglu = leaf == "gate_up_proj"
         weight = ops.KernelWeight(like.shape, path=path, swiglu=swiglu, device=like.device)
         self.kernel_weights = {**getattr(self, "kernel_weights", {}), leaf: weight}
-        self.mode: GlobalScaleMode = site.global_scale
+        self.rule = site.rule("nvfp4")
 
     def load(self, leaf: str, tensor: Tensor) -> None:
         weight = self.kernel_weights[leaf]
-        if not isinstance(tensor, NVFP4Tensor) or tensor.shape != weight.shape:
+        ours = isinstance(tensor, QuantizedTensor) and tensor.format == "nvfp4"
+        if not ours or tensor.shape != weight.shape:
             raise ValueError(f"{leaf} is NVFP4 of shape {list(weight.shape)}, got {tensor!r}")
         device = weight.g.device
         weight.load_(*(part.to(device) for part in (tensor.packed, tensor.block_scale, tensor.global_scale)))
@@ -46,7 +46,7 @@ class TritonWeights(RolloutWeights):
         weight = self.kernel_weights[leaf]
         packed, block_scale, g = weight.to_packed()
         g = g.view(-1, 1, 1) if len(weight.shape) == 3 else g.view(())
-        return NVFP4Tensor(packed, block_scale, g, weight.k, torch.bfloat16, self.mode)
+        return QuantizedTensor(packed, block_scale, "nvfp4", self.rule, weight.k, torch.bfloat16, g)
 
     def storage(self, leaf: str) -> list[Tensor]:
         weight = self.kernel_weights[leaf]

@@ -18,19 +18,21 @@ import torch
 from torch import Tensor
 
 from quads.config.sections import RolloutSettings
+from quads.errors import UserError, listed
 from quads.model.config import ModelConfig
 from quads.model.model import MoEDecoder
 from quads.quant.backend import choose_kernel
-from quads.quant.linear import SiteSpec, product_dtype
+from quads.quant.convert import convert_rollout
+from quads.quant.matmul import SiteSpec, product_dtype
 from quads.quant.recipes import QuantSpec
-from quads.quant.rollout import convert_rollout, load_weight, named_weights, weight_storage
+from quads.quant.rollout import load_weight, named_weights, weight_storage
 from quads.quant.sites import SITES
 from quads.rollout.engine import OnGroup, check_request, ignore
 from quads.rollout.native.decode import Decoder, Size
 from quads.rollout.native.generation import Run
 from quads.rollout.native.kv_cache import allocate, describe
 from quads.rollout.native.scheduler import Groups
-from quads.rollout.sync import checksum, load_all
+from quads.rollout.sync import checksum
 from quads.types import Completion, Sampling
 
 KEPT_SHARE = 0.02  # of the GPU's memory: a KV cache up to this size stays, with its graphs, while the engine sleeps
@@ -159,6 +161,37 @@ class NativeEngine:
         self._complete = False
 
 
+def load_all(
+    expected: Iterable[str], weights: Iterable[tuple[str, Tensor]], load: Callable[[str, Tensor], None]
+) -> None:
+    """`load(name, tensor)` for every weight, each expected name exactly once.
+
+    `load` raises KeyError for a name it does not know and ValueError for a tensor that does not fit.
+
+    Raises:
+        UserError: a tensor is missing, unknown, misshaped or there twice.
+    """
+    missing = dict.fromkeys(expected)
+    done = set()
+    for name, tensor in weights:
+        if name in done:
+            raise UserError(f"weight sync: {name} came twice; ship every tensor once")
+        if name not in missing:
+            raise UserError(
+                f"weight sync: the rollout has no weight {name}; learner and rollout are of different models"
+            )
+        try:
+            load(name, tensor)
+        except (KeyError, ValueError, RuntimeError) as error:
+            raise UserError(f"weight sync: {name} does not fit: {error}; are both sides of the same config?") from error
+        done.add(name)
+        del missing[name]
+    if missing:
+        raise UserError(
+            f"weight sync: {len(missing)} tensors did not come: {listed(list(missing))}; ship the whole model"
+        )
+
+
 def build_rollout_model(
     config: ModelConfig, spec: QuantSpec, kernel: str, storage: torch.dtype, compute: torch.dtype, device: torch.device
 ) -> MoEDecoder:
@@ -170,7 +203,7 @@ def build_rollout_model(
     with torch.device("meta"):
         model = MoEDecoder(config, compute)
     model.to(storage).requires_grad_(False).eval()
-    chosen = choose_kernel(kernel, device, spec.rollout)
+    chosen = choose_kernel(kernel, device, spec.rollout, spec.format)
     for layer in model.model.layers:
         layer.to_empty(device=device)
         convert_rollout(layer, spec, chosen)
@@ -195,7 +228,7 @@ def choose_graphs(
         return False, "eager (rollout.cuda_graphs = false)"
     if dtype != torch.bfloat16:
         return False, "eager (CUDA graphs need model.dtype = bfloat16: torch groups experts in fp32 on the host)"
-    if spec.rollout != "bf16" and choose_kernel(kernel, device, spec.rollout) == "reference":
+    if spec.rollout != "bf16" and choose_kernel(kernel, device, spec.rollout, spec.format) == "reference":
         sites = {SiteSpec.of(spec, site) for site in SITES}
         if any(product_dtype(site, dtype, device) != torch.bfloat16 for site in sites):
             why = f"the reference kernel of {spec.rollout} multiplies in fp32, where torch groups experts on the host"

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from vllm.distributed.parallel_state import get_tp_group
 
-from quads.quant.tensor import NVFP4Tensor
+from quads.quant.tensor import QuantizedTensor
 from quads.rollout.vllm.loading import Member, Part
 from quads.types import Sampling
 
@@ -57,12 +57,13 @@ def assemble(tensor: Tensor, parts: dict[Member, Part]) -> tuple[Tensor, list[in
         return tensor, [part.num_rows for part in parts.values()]
     placed = gather(parts)
     heights = [max(other[m].row + other[m].num_rows for other in placed) for m in parts]
-    if not isinstance(tensor, NVFP4Tensor):
-        return _place(tensor, placed, heights, 1), heights
-    packed = _place(tensor.packed, placed, heights, 2)
-    block_scale = _place(tensor.block_scale.view(torch.uint8), placed, heights, 16).view(torch.float8_e4m3fn)
-    g, columns = tensor.global_scale, 2 * packed.shape[-1]
-    return NVFP4Tensor(packed, block_scale, g, columns, tensor.orig_dtype, tensor.mode), heights
+    if not isinstance(tensor, QuantizedTensor):
+        return _place(tensor, placed, heights, tensor.shape[-1]), heights
+    scale, columns = tensor.block_scale.view(torch.uint8), tensor.num_columns
+    packed = _place(tensor.packed, placed, heights, columns)
+    block_scale = _place(scale, placed, heights, columns).view(tensor.block_scale.dtype)
+    columns = _width(placed)
+    return tensor.with_parts(packed, block_scale, tensor.global_scale, columns), heights
 
 
 def assemble_rows(tensor: Tensor) -> Tensor:
@@ -78,15 +79,24 @@ def _gather_tensors(tensor: Tensor) -> list[Tensor]:
     return pieces
 
 
-def _place(tensor: Tensor, placed: list[dict[Member, Part]], heights: list[int], per_column: int) -> Tensor:
-    """Whole tensor [..., N, K / per_column] from the ranks' tensors, by the parts that each of them holds."""
-    width = max(part.column + part.num_columns for parts in placed for part in parts.values())
-    whole = tensor.new_empty(*tensor.shape[:-2], sum(heights), width // per_column)
+def _width(placed: list[dict[Member, Part]]) -> int:
+    """K of the whole matrix."""
+    return max(part.column + part.num_columns for parts in placed for part in parts.values())
+
+
+def _place(tensor: Tensor, placed: list[dict[Member, Part]], heights: list[int], num_columns: int) -> Tensor:
+    """Whole tensor [..., N, W] from the ranks' tensors, by the parts that each of them holds.
+
+    num_columns: of the weight that `tensor` is of, which may be wider or narrower: codes, scales of blocks.
+    """
+    width = tensor.shape[-1]
+    whole = tensor.new_empty(*tensor.shape[:-2], sum(heights), _width(placed) * width // num_columns)
     for parts, piece in zip(placed, _gather_tensors(tensor), strict=True):
         top = start = 0
         for part, height in zip(parts.values(), heights, strict=True):
             rows = slice(top + part.row, top + part.row + part.num_rows)
-            columns = slice(part.column // per_column, (part.column + part.num_columns) // per_column)
+            start_column, end_column = part.column, part.column + part.num_columns
+            columns = slice(start_column * width // num_columns, end_column * width // num_columns)
             whole[..., rows, columns] = piece[..., start : start + part.num_rows, :]
             top, start = top + height, start + part.num_rows
     return whole

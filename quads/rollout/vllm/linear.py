@@ -32,7 +32,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbed
 from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 
 from quads.errors import UserError
-from quads.quant.linear import SiteSpec
+from quads.quant.matmul import SiteSpec
 from quads.rollout.vllm.loading import Member, Part
 from quads.rollout.vllm.state import EngineState
 

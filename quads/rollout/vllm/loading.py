@@ -23,8 +23,9 @@ import torch
 from torch import Tensor
 
 from quads.errors import UserError
-from quads.quant import nvfp4
-from quads.quant.tensor import NVFP4Tensor
+from quads.quant.formats import FORMATS, Scales
+from quads.quant.masters import shared_scales
+from quads.quant.tensor import QuantizedTensor
 
 Member = str | int  # "q", "w1", shard number, ...
 Piece = Any  # "q" | "k" | "v" | shard number | ("w1" | "w2" | "w3", expert) | None
@@ -47,22 +48,29 @@ class Part:
         """This part of a full-precision tensor [..., N, K]."""
         return tensor[..., self.row : self.row + self.num_rows, self.column : self.column + self.num_columns]
 
-    def of_packed(self, tensor: NVFP4Tensor) -> tuple[Tensor, Tensor]:
-        """(packed, block_scale) of this part."""
-        start, end = self.column, self.column + self.num_columns
+    def of_packed(self, tensor: QuantizedTensor) -> tuple[Tensor, Tensor]:
+        """(packed, block_scale) of this part, whose columns are whole blocks."""
+        block = FORMATS[tensor.format].block
+        blocks, first = -(-tensor.num_columns // block), self.column // block
+        last = first + -(-self.num_columns // block)
         rows = slice(self.row, self.row + self.num_rows)
-        return tensor.packed[..., rows, start // 2 : end // 2], tensor.block_scale[..., rows, start // 16 : end // 16]
+
+        def cut(each: Tensor) -> Tensor:
+            width = each.shape[-1] // blocks
+            return each[..., rows, first * width : last * width]
+
+        return cut(tensor.packed), cut(tensor.block_scale)
 
 
 class Sink(Protocol):
     """Where complete groups go: storage of one matmul, overwritten in place for the experts given."""
 
-    def write(self, experts: slice, packed: Tensor, block_scale: Tensor, g: Tensor) -> None:
-        """Checkpoint bytes: packed [e, N, K/2], block_scale [e, N, K/16], g [e]."""
+    def write(self, experts: slice, packed: Tensor, block_scale: Tensor, g: Tensor | None) -> None:
+        """Checkpoint bytes of e experts (formats.py), g [e], None in a format without a global scale."""
         ...
 
-    def quantize(self, experts: slice, values: Tensor, g: Tensor, gs: Tensor) -> None:
-        """Values bf16 [e, N, K], and their global scales, as `nvfp4.quantize` takes them."""
+    def quantize(self, experts: slice, values: Tensor, scales: Scales | None) -> None:
+        """Values bf16 [e, N, K], and their global scales."""
         ...
 
 
@@ -73,11 +81,13 @@ class GroupLoader:
         self,
         name: str,
         parts: dict[Member, Part],
-        mode: nvfp4.GlobalScaleMode,
+        format: str,
+        rule: str,
         sink: Sink,
     ) -> None:
-        """name: the parameter, for messages. parts: members in row order. sink: the site."""
-        self._name, self._parts, self._mode, self._sink = name, parts, mode, sink
+        """name: the parameter, for messages. parts: members in row order. format, rule: of the weights. sink: the
+        site."""
+        self._name, self._parts, self._format, self._rule, self._sink = name, parts, format, rule, sink
         self._waiting: dict[int, dict[Member, Tensor]] = {}
 
     def add(self, member: Member, tensor: Tensor, first: int = 0) -> None:
@@ -97,7 +107,11 @@ class GroupLoader:
         self._waiting.clear()
 
     def _checked(self, tensor: Tensor) -> Tensor:
-        if isinstance(tensor, NVFP4Tensor) or tensor.dtype in (torch.bfloat16, torch.float16, torch.float32):
+        if isinstance(tensor, QuantizedTensor):
+            if tensor.format != self._format:
+                raise UserError(f"{self._name}: {tensor.format} weights came, this layer holds {self._format}")
+            return tensor
+        if tensor.dtype in (torch.bfloat16, torch.float16, torch.float32):
             return tensor
         raise UserError(
             f"{self._name}: a {tensor.dtype} tensor of shape {tuple(tensor.shape)} is neither full precision nor "
@@ -106,7 +120,7 @@ class GroupLoader:
 
     def _store(self, tensors: list[Tensor], parts: list[Part], first: int) -> None:
         """`tensors` is one a part, or a single one that holds all parts."""
-        packed = [t for t in tensors if isinstance(t, NVFP4Tensor)]
+        packed = [t for t in tensors if isinstance(t, QuantizedTensor)]
         if packed and len(packed) < len(tensors):
             raise UserError(f"{self._name}: some matrices of one sharing group are packed, others are not")
         if len(tensors) == 1 and _is_whole(tensors[0], parts):
@@ -118,16 +132,20 @@ class GroupLoader:
             codes, scales = zip(*(part.of_packed(tensor) for part, tensor in pieces), strict=True)
             codes, scales = _stack(list(codes)), _stack([scale.view(torch.uint8) for scale in scales])
             experts = slice(first, first + codes.shape[0])
-            self._sink.write(experts, codes, scales.view(torch.float8_e4m3fn), g.reshape(-1))
+            self._sink.write(experts, codes, scales.view(packed[0].block_scale.dtype), g)
             return
         # What is quantized is the bf16 value of a weight, everywhere.
-        amax = torch.stack([_amax(tensor.to(torch.bfloat16)) for tensor in tensors]).amax(0)
-        g, gs = nvfp4.global_scale(amax, self._mode)
+        shared = shared_scales(tensors, self._format, self._rule)
+        if shared is not None and shared[0].dim() == 0:
+            shared = shared[0].view(1, 1), shared[1].view(1, 1)
         values = _stack([part.of(tensor).to(torch.bfloat16) for part, tensor in pieces])
-        self._sink.quantize(slice(first, first + values.shape[0]), values, g, gs)
+        self._sink.quantize(slice(first, first + values.shape[0]), values, shared)
 
-    def _common_scale(self, tensors: list[NVFP4Tensor]) -> Tensor:
-        scales = [t.global_scale.reshape(-1) for t in tensors]
+    def _common_scale(self, tensors: list[QuantizedTensor]) -> Tensor | None:
+        """g [e] of all of them; None in a format without a global scale."""
+        scales = [t.global_scale.reshape(-1) for t in tensors if t.global_scale is not None]
+        if not scales:
+            return None
         if any(not torch.equal(scales[0], other) for other in scales[1:]):
             raise UserError(f"{self._name}: matrices of one sharing group were packed with different global scales")
         return scales[0]
@@ -145,15 +163,6 @@ def _stack(pieces: list[Tensor]) -> Tensor:
     """[e, N, K] from pieces [(e,) n, K] one below the other."""
     stacked = torch.cat(pieces, dim=-2) if len(pieces) > 1 else pieces[0]
     return stacked.unsqueeze(0) if stacked.dim() == 2 else stacked
-
-
-def _amax(tensor: Tensor) -> Tensor:
-    """Finite amax of each matrix of [N, K] or [e, N, K]: [1, 1] or [e, 1, 1]."""
-    if tensor.is_cuda:
-        from quads.quant.triton.pack import weight_amax
-
-        return weight_amax(tensor).view((-1, 1, 1) if tensor.dim() == 3 else (1, 1))
-    return nvfp4.finite_amax(tensor, dim=(-2, -1))
 
 
 class PlainLoader:

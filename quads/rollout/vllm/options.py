@@ -14,7 +14,7 @@ from typing import Any
 from quads.config.sections import QuantSettings
 from quads.config.values import check_table
 from quads.errors import UserError
-from quads.quant.linear import SiteSpec
+from quads.quant.matmul import SiteSpec
 from quads.quant.recipes import RECIPES, QuantSpec, resolve
 from quads.quant.sites import SITES, TARGETS
 
@@ -29,6 +29,8 @@ KEYS = {
     "residual_ratio": "residual_ratio",
     "residual_selection": "residual_selection",
     "global_scale": "global_scale",
+    "format": "format",
+    "scale_rule": "scale_rule",
 }
 
 # The last part of a vLLM module name -> (target, site). Every other layer stays in the model's dtype.
@@ -71,6 +73,8 @@ def write_options(spec: QuantSpec) -> dict[str, Any]:
         "residual_ratio": spec.ratio,
         "residual_selection": spec.selection,
         "global_scale": spec.global_scale,
+        "format": spec.format,
+        "scale_rule": spec.scale_rule,
     }
 
 

@@ -18,7 +18,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmb
 from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 
 from quads.quant.sites import SITES
-from quads.quant.tensor import NVFP4Tensor
+from quads.quant.tensor import QuantizedTensor
 from quads.rollout.sync import checksum
 from quads.rollout.vllm.groups import assemble, assemble_rows
 from quads.rollout.vllm.linear import linear_parts
@@ -112,15 +112,8 @@ def _split(name: str, tensor: Tensor, rows: list[int], is_experts: bool) -> Iter
 
 
 def _rows(tensor: Tensor, start: int, end: int) -> Tensor:
-    if isinstance(tensor, NVFP4Tensor):
-        return NVFP4Tensor(
-            tensor.packed[start:end],
-            tensor.block_scale[start:end],
-            tensor.global_scale,
-            tensor.num_columns,
-            tensor.orig_dtype,
-            tensor.mode,
-        )
+    if isinstance(tensor, QuantizedTensor):
+        return tensor.with_parts(tensor.packed[start:end], tensor.block_scale[start:end], tensor.global_scale)
     return tensor[start:end]
 
 

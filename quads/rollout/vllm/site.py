@@ -1,6 +1,6 @@
 """One matmul of a vLLM layer under `quads`, in plain torch: weights at fixed addresses, loaded in place, any precision.
 
-The arithmetic is that of the native engine's reference path (quads.quant.linear). On a GPU `site_triton.TritonSite`
+The arithmetic is that of the native engine's reference path (quads.quant.matmul). On a GPU `site_triton.TritonSite`
 takes this place where the kernels serve the precision.
 
 Shapes: E experts, N rows, K columns, T tokens, M the most tokens of any forward; a linear layer is [N, K].
@@ -18,9 +18,9 @@ from torch import Tensor, nn
 
 from quads.errors import UserError
 from quads.model.moe import LocalDispatcher
-from quads.quant import nvfp4
-from quads.quant.linear import SiteSpec, allocate, grouped_linear, linear, quantize_activation, widen
-from quads.quant.tensor import NVFP4Tensor
+from quads.quant.formats import FORMATS, Scales
+from quads.quant.matmul import SiteSpec, allocate, grouped_linear, linear, quantize_activation, widen
+from quads.quant.tensor import QuantizedTensor
 from quads.rollout.vllm.loading import GroupLoader, Member, Part, PlainLoader
 
 
@@ -57,43 +57,48 @@ class ReferenceSite:
         self.name, self.spec, self.parts = name, spec, parts
         self.stored = allocate(torch.Size(shape), spec, dtype, torch.get_default_device())
         self._wide: Tensor | None = None
-        if isinstance(self.stored, NVFP4Tensor):
+        if isinstance(self.stored, QuantizedTensor):
             for part, tensor in self.stored.parts.items():
                 setattr(self.stored, part, nn.Parameter(tensor, requires_grad=False))
-            self.loader: GroupLoader | PlainLoader = GroupLoader(name, parts, spec.global_scale, self)
+            self.loader: GroupLoader | PlainLoader = GroupLoader(
+                name, parts, self.stored.format, self.stored.rule, self
+            )
         else:
             self.stored = nn.Parameter(self.stored, requires_grad=False)
             self.loader = PlainLoader(parts, self.write_plain)
 
     def parameters(self) -> dict[str, nn.Parameter]:
         """By the suffix of their names in the layer; the one without a suffix is the one vLLM loads."""
-        if not isinstance(self.stored, NVFP4Tensor):
+        if not isinstance(self.stored, QuantizedTensor):
             return {"": self.stored}  # pyright: ignore[reportReturnType]
-        parts = self.stored.packed, self.stored.block_scale, self.stored.global_scale
-        return dict(zip(("", "_scale", "_global_scale"), parts, strict=True))  # pyright: ignore[reportReturnType]
+        suffixes = {"packed": "", "block_scale": "_scale", "global_scale": "_global_scale"}
+        return {suffixes[name]: part for name, part in self.stored.parts.items()}  # pyright: ignore[reportReturnType]
 
     def buffers(self) -> dict[str, Tensor]:
         """Tensors that no load writes and that must outlive `sleep`: none here."""
         return {}
 
-    def write(self, experts: slice, packed: Tensor, block_scale: Tensor, g: Tensor) -> None:
-        """Overwrite `experts` in place: packed [e, N, K/2], block_scale [e, N, K/16], g [e] (e = 1: a linear layer)."""
+    def write(self, experts: slice, packed: Tensor, block_scale: Tensor, g: Tensor | None) -> None:
+        """Overwrite `experts` in place: checkpoint bytes of e experts, g [e] (e = 1: a linear layer)."""
         stored = self.stored
-        assert isinstance(stored, NVFP4Tensor)
+        assert isinstance(stored, QuantizedTensor)
         if stored.dim() == 2:
             stored.packed.copy_(packed[0])
             stored.block_scale.copy_(block_scale[0])
-            stored.global_scale.copy_(g[0])
+            if stored.global_scale is not None and g is not None:
+                stored.global_scale.copy_(g.reshape(()))
         else:
             stored.packed[experts] = packed
             stored.block_scale.view(torch.uint8)[experts] = block_scale.view(torch.uint8)
-            stored.global_scale[experts] = g.view(-1, 1, 1)
+            if stored.global_scale is not None and g is not None:
+                stored.global_scale[experts] = g.view(-1, 1, 1)
         self._wide = None
 
-    def quantize(self, experts: slice, values: Tensor, g: Tensor, gs: Tensor) -> None:
+    def quantize(self, experts: slice, values: Tensor, scales: Scales | None) -> None:
         """Overwrite `experts` in place with the quantized values bf16 [e, N, K]."""
-        packed, block_scale, _ = nvfp4.quantize(values, g, self.spec.global_scale, gs=gs)
-        self.write(experts, packed, block_scale, g.reshape(-1))
+        assert isinstance(self.stored, QuantizedTensor)
+        packed, block_scale = FORMATS[self.stored.format].pack(values, self.stored.rule, scales, False)
+        self.write(experts, packed, block_scale, None if scales is None else scales[0])
 
     def write_plain(self, experts: slice, rows: slice, tensor: Tensor) -> None:
         """Overwrite `rows` of `experts` in place: tensor [e, n, K] (e = 1: a linear layer)."""
@@ -145,10 +150,11 @@ class ReferenceSite:
 
 
 def check_columns(name: str, spec: SiteSpec, shape: Iterable[int]) -> None:
-    """Packed rows are cut between ranks and stacked in whole blocks of 16."""
+    """Packed rows are cut between ranks and stacked in whole blocks of the format."""
     *_, num_columns = shape
-    if spec.precision != "bf16" and num_columns % nvfp4.BLOCK:
+    block = FORMATS[spec.format].block
+    if spec.precision != "bf16" and num_columns % block:
         raise UserError(
-            f"{name}: {num_columns} columns on this rank are no multiple of {nvfp4.BLOCK}; use fewer tensor-parallel "
+            f"{name}: {num_columns} columns on this rank are no multiple of {block}; use fewer tensor-parallel "
             "ranks, or take the layer out of the quantization targets"
         )

@@ -23,8 +23,9 @@ from torch import Tensor, nn
 from vllm.utils.torch_utils import direct_register_custom_op
 
 from quads.errors import UserError
-from quads.quant.linear import SiteSpec
-from quads.quant.tensor import NVFP4Tensor
+from quads.quant.formats import Scales
+from quads.quant.matmul import SiteSpec
+from quads.quant.tensor import QuantizedTensor
 from quads.quant.triton import ops as kernels
 from quads.quant.triton.activations import Operand
 from quads.quant.triton.ops import KernelWeight
@@ -65,8 +66,8 @@ class TritonSite:
         self.weight = KernelWeight(shape, path=path, swiglu=len(shape) == 3 and len(parts) == 2, device=device)
         for buffer in ("words", "scales", "g"):
             setattr(self.weight, buffer, nn.Parameter(getattr(self.weight, buffer), requires_grad=False))
-        self.loader = GroupLoader(name, parts, spec.global_scale, self)
-        self._staged: tuple[NVFP4Tensor, set[int]] | None = None
+        self.loader = GroupLoader(name, parts, "nvfp4", spec.rule("nvfp4"), self)
+        self._staged: tuple[QuantizedTensor, set[int]] | None = None
         self._started: Started | None = None
         if not hasattr(torch.ops.vllm, "quads_linear"):
             direct_register_custom_op("quads_linear", _linear, mutates_args=[], fake_impl=_linear_shape)
@@ -80,17 +81,22 @@ class TritonSite:
         order = getattr(self.weight, "order", None)
         return {} if order is None else {"_order": order}
 
-    def write(self, experts: slice, packed: Tensor, block_scale: Tensor, g: Tensor) -> None:
+    def write(self, experts: slice, packed: Tensor, block_scale: Tensor, g: Tensor | None) -> None:
         """Overwrite `experts` in place: packed [e, N, K/2], block_scale [e, N, K/16], g [e].
 
         The kernels take a layer at once. Experts that arrive one by one wait, packed, until all are there.
         """
+        assert g is not None
+        g = g.reshape(-1)
         if packed.shape[0] == self.weight.experts:
             self.weight.load_(packed.view(*self.weight.shape[:-1], -1), block_scale, g)
             return
         if self._staged is None:
             device = packed.device
-            self._staged = NVFP4Tensor.empty(self.weight.shape, torch.bfloat16, self.spec.global_scale, device), set()
+            self._staged = (
+                QuantizedTensor.empty(self.weight.shape, torch.bfloat16, "nvfp4", self.spec.rule("nvfp4"), device),
+                set(),
+            )
         staged, there = self._staged
         staged.packed[experts] = packed
         staged.block_scale.view(torch.uint8)[experts] = block_scale.view(torch.uint8)
@@ -100,10 +106,12 @@ class TritonSite:
             self.weight.load_(staged.packed, staged.block_scale, staged.global_scale)
             self._staged = None
 
-    def quantize(self, experts: slice, values: Tensor, g: Tensor, gs: Tensor) -> None:
+    def quantize(self, experts: slice, values: Tensor, scales: Scales | None) -> None:
         """Overwrite `experts` in place with the quantized values bf16 [e, N, K]: one kernel, into its own layout."""
+        assert scales is not None
+        g, gs = scales
         values = values if len(self.weight.shape) == 3 else values[0]
-        self.weight.quantize_(values, g, self.spec.global_scale, gs=gs, expert=experts.start)
+        self.weight.quantize_(values, g, self.spec.rule("nvfp4"), gs=gs, expert=experts.start)
 
     def forget(self) -> None:
         """Drop matrices that wait for the rest of their group or layer."""
@@ -114,7 +122,7 @@ class TritonSite:
         """The weights as a checkpoint has them: a copy, bit for bit what was loaded."""
         packed, block_scale, g = self.weight.to_packed()
         g = g.view(-1, 1, 1) if packed.dim() == 3 else g.view(())
-        return NVFP4Tensor(packed, block_scale, g, self.weight.k, torch.bfloat16, self.spec.global_scale)
+        return QuantizedTensor(packed, block_scale, "nvfp4", self.spec.rule("nvfp4"), self.weight.k, torch.bfloat16, g)
 
     def linear(self, x_TK: Tensor, live_M: Tensor) -> Tensor:
         """The whole layer, [T, N]. The first T values of live_M belong to the rows."""

@@ -17,7 +17,7 @@ from vllm.config import get_current_vllm_config
 
 from quads.errors import UserError
 from quads.quant.backend import choose_kernel, describe_kernel
-from quads.quant.linear import SiteSpec
+from quads.quant.matmul import SiteSpec
 from quads.quant.recipes import QuantSpec
 from quads.rollout.vllm.loading import LoadLedger, Member, Part
 from quads.rollout.vllm.site import ReferenceSite, Site
@@ -46,14 +46,15 @@ class EngineState:
     ) -> Site:
         """Storage and arithmetic of one matmul, on the kernel that serves its precision on this device."""
         device = torch.get_default_device()
-        kernel = choose_kernel("auto", device, spec.precision)
-        described = describe_kernel(kernel, spec.precision, device)
+        kernel = choose_kernel("auto", device, spec.precision, spec.format)
+        described = describe_kernel(kernel, spec.precision, spec.format, device)
         if kernel == "reference" and device.type == "cuda" and spec.precision != "bf16":
             raise UserError(
                 f"quantization 'quads': no GPU kernel serves {spec.precision} in vLLM; use w4a16, w4a4 or "
                 "w4a4_residual, or rollout.engine = 'native', whose reference path runs everything"
             )
-        self._decisions[name] = f"{spec.precision}, {described}" if spec.precision != "bf16" else UNQUANTIZED
+        word = spec.precision if spec.format == "nvfp4" else f"{spec.precision} in {spec.format}"
+        self._decisions[name] = f"{word}, {described}" if spec.precision != "bf16" else UNQUANTIZED
         if kernel == "reference":
             return ReferenceSite(name, spec, shape, parts, dtype)
         from quads.rollout.vllm.site_triton import TritonSite

@@ -8,7 +8,7 @@ Both multiply the same W; they are not merged before, because their difference d
 On a CPU the products accumulate in float64 and the result is rounded once to the activation dtype. Products of codes
 are exact in float64 and their sum nearly so, which makes a row's result independent of how many rows it is computed
 with: no activation code flips because a matmul was blocked another way. On a GPU this path accumulates in fp32 and is
-there to compare kernels with; a kernel takes its place through `rollout_classes` in rollout.py.
+there for what no kernel serves, and to compare kernels with (`rollout_classes` in convert.py chooses).
 
 Shapes: T rows, N output features, K input features, E experts.
 """
@@ -20,9 +20,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from quads.model.moe import expert_matmul, matmul_mode
-from quads.quant import fp8, nvfp4, residual
-from quads.quant.recipes import ROLLOUTS, Precision, QuantSpec
-from quads.quant.tensor import Float8BlockTensor, NVFP4Tensor
+from quads.quant import residual
+from quads.quant.formats import FORMATS, find_rule, is_exact
+from quads.quant.recipes import Precision, QuantSpec, precision
+from quads.quant.tensor import QuantizedTensor
 
 
 @dataclass(frozen=True)
@@ -32,38 +33,47 @@ class SiteSpec:
     Example: `SiteSpec("w4a4_residual", 0.5, "batch", "pow2")`
     """
 
-    precision: Precision
+    precision: str  # a word of `PRECISIONS`, whose "4" is `format`
     ratio: float
     selection: residual.Selection
-    global_scale: nvfp4.GlobalScaleMode
+    global_scale: str
+    format: str = "nvfp4"
+    scale_rule: str = ""
 
     @classmethod
     def of(cls, spec: QuantSpec, site: str) -> "SiteSpec":
-        return cls(spec.rollout_precision(site), spec.ratio, spec.selection, spec.global_scale)
+        word = spec.rollout_precision(site)
+        return cls(word, spec.ratio, spec.selection, spec.global_scale, spec.format, spec.scale_rule)
+
+    @property
+    def formats(self) -> Precision:
+        """(weights, activations, residual or not)."""
+        return precision(self.precision, self.format)
+
+    def rule(self, name: str) -> str:
+        """The scale rule of one of its formats."""
+        return find_rule(name, self.global_scale, self.scale_rule if name == self.format else "")
 
 
 def allocate(shape: torch.Size, site: SiteSpec, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Storage for a rollout weight: an NVFP4Tensor, a Float8BlockTensor, or a plain tensor of `dtype`."""
-    weights = ROLLOUTS[site.precision][0]
-    if weights == "nvfp4":
-        return NVFP4Tensor.empty(shape, dtype, site.global_scale, device)
-    if weights == "fp8":
-        return Float8BlockTensor.empty(shape, dtype, site.global_scale, device)
-    return torch.zeros(shape, dtype=dtype, device=device)
+    """Storage for a rollout weight: a QuantizedTensor, or a plain tensor of `dtype`."""
+    weights = site.formats.weights
+    if weights == "bf16":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    return QuantizedTensor.empty(shape, dtype, weights, site.rule(weights), device)
 
 
 def quantize_activation(x_TK: Tensor, site: SiteSpec, live_T: Tensor | None = None) -> tuple[Tensor, ...]:
     """The operands (x,) or (main, residual), each [T, K] in the dtype of x, which holds their values exactly if bf16 or
     wider. live_T: see `residual.compensate`."""
-    activations = ROLLOUTS[site.precision][1]
-    if site.precision == "w4a4_residual":
-        main_TK, residual_TK = residual.compensate(x_TK, site.ratio, site.selection, live_T)
+    _, name, with_residual = site.formats
+    if name == "bf16":
+        return (x_TK,)
+    rule = site.rule(name)
+    if with_residual:
+        main_TK, residual_TK = residual.compensate(x_TK, site.ratio, site.selection, live_T, name, rule)
         return main_TK.to(x_TK.dtype), residual_TK.to(x_TK.dtype)
-    if activations == "nvfp4":
-        return (nvfp4.qdq_rows(x_TK, x_TK.dtype),)
-    if activations == "fp8":
-        return (fp8.qdq_rows(x_TK, site.global_scale, x_TK.dtype),)
-    return (x_TK,)
+    return (FORMATS[name].qdq_rows(x_TK, rule, x_TK.dtype),)
 
 
 def wide_dtype(device: torch.device) -> torch.dtype:
@@ -74,12 +84,13 @@ def wide_dtype(device: torch.device) -> torch.dtype:
 def product_dtype(site: SiteSpec, dtype: torch.dtype, device: torch.device) -> torch.dtype:
     """The dtype of the operands of a site's matmul, for activations of `dtype`.
 
-    On a GPU bf16 if it holds them exactly: with power-of-two scales the values of all codes. The product is the same
-    (fp32 sums, rounded once to bf16), on tensor cores, and torch groups experts in bf16 without a word to the host, so
-    that a CUDA graph can hold it. The residual needs fp32: its two products are subtracted before they are rounded.
+    On a GPU bf16 if it holds them exactly: the values of all codes, unless scales are those of "amax". The product is
+    the same (fp32 sums, rounded once to bf16), on tensor cores, and torch groups experts in bf16 without a word to the
+    host, so that a CUDA graph can hold it. The residual needs fp32: its two products are subtracted before they are
+    rounded.
     """
-    exact = site.global_scale == "pow2" or site.precision == "bf16"
-    if device.type == "cuda" and dtype == torch.bfloat16 and exact and site.precision != "w4a4_residual":
+    exact = all(is_exact(site.rule(name)) for name in site.formats[:2] if name != "bf16")
+    if device.type == "cuda" and dtype == torch.bfloat16 and exact and not site.formats.residual:
         return torch.bfloat16
     return wide_dtype(device)
 
@@ -87,7 +98,7 @@ def product_dtype(site: SiteSpec, dtype: torch.dtype, device: torch.device) -> t
 def widen(weight: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """The values of a stored weight in the dtype that the reference path multiplies in."""
     wide = wide_dtype(weight.device) if dtype is None else dtype
-    return weight.dequantize(wide) if isinstance(weight, NVFP4Tensor | Float8BlockTensor) else weight.to(wide)
+    return weight.dequantize(wide) if isinstance(weight, QuantizedTensor) else weight.to(wide)
 
 
 def linear(operands: tuple[Tensor, ...], wide_NK: Tensor) -> Tensor:
