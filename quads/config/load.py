@@ -30,8 +30,8 @@ from quads.config.sections import (
     TaskSettings,
     TrainSettings,
 )
-from quads.config.sources import build_sources, known_sources, read_toml
-from quads.config.values import check_table, describe_range, is_key, nearest, set_text, toml_key, toml_table
+from quads.config.sources import build_sources, check_template, known_sources, read_toml
+from quads.config.values import check_table, cut, describe_range, is_key, nearest, set_text, toml_key, toml_table
 from quads.errors import UserError
 
 
@@ -104,7 +104,7 @@ def resolve(cfg: Config, config_path: Path | None = None) -> Config:
             + ("" if config_path else ". There is no --config FILE; try --config configs/tiny_quads.toml")
         )
     if model.path and model.arch:
-        raise UserError(f"[model] has both path = {model.path!r} and arch = {model.arch!r}; keep one")
+        raise UserError(f"[model] has both path = {cut(repr(model.path))} and arch = {cut(repr(model.arch))}; keep one")
     if not model.tokenizer and not model.path:
         raise UserError("[model] tokenizer is empty; with arch it must name a folder with tokenizer.json")
     if not task.train:
@@ -115,8 +115,7 @@ def resolve(cfg: Config, config_path: Path | None = None) -> Config:
         raise UserError(
             f"[task] weights has {len(task.weights)} numbers for {len(task.train)} training sources; give one each"
         )
-    if "{prompt}" not in task.prompt_template:
-        raise UserError(f"[task] prompt_template = {task.prompt_template!r} must contain {{prompt}}")
+    check_template("[task]", task.prompt_template)
     if task.system and not task.chat:
         raise UserError("[task] system is set but chat is false; a system message needs chat = true")
     if rl.prompts_per_step % rl.minibatch_prompts:
@@ -210,7 +209,7 @@ def _split_arguments(argv: list[str]) -> tuple[Path | None, list[tuple[str, str]
         word = words.popleft()
         if not word.startswith("--"):
             meant = f"write --config {word}" if word.endswith(".toml") else "options look like --section.key value"
-            raise UserError(f"unexpected argument {word!r}; {meant}")
+            raise UserError(f"unexpected argument {cut(repr(word))}; {cut(meant)}")
         name, equals, value = word[2:].partition("=")
         if name == "dry-run" and not equals:
             dry_run = True
@@ -237,9 +236,9 @@ def _check_option(name: str) -> None:
     if name == "config" or section in SECTIONS and is_key(SECTIONS[section], key):
         return
     if section in SECTIONS or section == "sources":
-        raise UserError(f"unknown option --{name}; {_suggest_key(section, key)}")
+        raise UserError(f"unknown option --{cut(name)}; {_suggest_key(section, key)}")
     options = ["config", "dry-run", *_all_keys()]
-    raise UserError(f"unknown option --{name}; nearest valid one: --{nearest(name, options)}")
+    raise UserError(f"unknown option --{cut(name)}; nearest valid one: --{nearest(name, options)}")
 
 
 def _check_names(tables: dict[str, Any], where: str) -> None:
@@ -249,14 +248,15 @@ def _check_names(tables: dict[str, Any], where: str) -> None:
             continue  # names are free; the keys of each are checked in check_table
         if section not in SECTIONS:
             kind = "section" if isinstance(table, dict) else "key"
-            raise UserError(
-                f"{where}: unknown {kind} {section!r}; nearest valid one: {nearest(section, [*SECTIONS, 'sources'])}"
-            )
+            likely = nearest(section, [*SECTIONS, "sources"])
+            raise UserError(f"{where}: unknown {kind} {cut(repr(section))}; nearest valid one: {likely}")
         if not isinstance(table, dict):
-            raise UserError(f"{where}: {section} = {table!r} must be a table: write [{section}] and its keys below it")
+            raise UserError(
+                f"{where}: {section} = {cut(repr(table))} must be a table: write [{section}] and its keys below it"
+            )
         for name in table:
             if f"{section}.{name}" not in _all_keys():
-                raise UserError(f"{where}: unknown key {name!r} in [{section}]; {_suggest_key(section, name)}")
+                raise UserError(f"{where}: unknown key {cut(repr(name))} in [{section}]; {_suggest_key(section, name)}")
 
 
 def _all_keys() -> list[str]:

@@ -79,15 +79,19 @@ class RolloutSettings:
     """[rollout]: the engine that draws responses."""
 
     engine: Literal["native", "vllm"] = key("native", "native (plain PyTorch) or vllm (needs the extra `vllm`)")
-    max_batch: int = key(256, "responses decoded at once (KV cache slots)", low=1)
-    max_prompt_tokens: int = key(3072, "longest prompt; a longer one is an error", low=1)
-    max_new_tokens: int = key(32768, "longest response", low=1)
-    temperature: float = key(1.0, "softmax temperature of training rollouts", above=0.0)
+    max_batch: int = key(256, "responses decoded at once (KV cache slots)", low=1, high=1_000_000)
+    max_prompt_tokens: int = key(3072, "longest prompt; a longer one is an error", low=1, high=10_000_000)
+    max_new_tokens: int = key(32768, "longest response", low=1, high=10_000_000)
+    temperature: float = key(1.0, "softmax temperature of training rollouts", above=0.0, high=100.0)
     kernel: Literal["auto", "reference", "triton"] = key("auto", "kernels of the native engine")
     verify_sync: bool = key(False, "compare a checksum of every tensor after each weight sync")
     cuda_graphs: bool = key(True, "capture decoding in CUDA graphs (GPU, bf16; the engine prints whether it does)")
-    tensor_parallel: int = key(1, "processes that hold one copy of the vllm engine's weights between them", low=1)
-    gpu_memory_gib: float = key(0.0, "KV cache budget of the vllm engine, per GPU; 0: sized for max_batch", low=0.0)
+    tensor_parallel: int = key(
+        1, "processes that hold one copy of the vllm engine's weights between them", low=1, high=1024
+    )
+    gpu_memory_gib: float = key(
+        0.0, "KV cache budget of the vllm engine, per GPU; 0: sized for max_batch", low=0.0, high=10_000.0
+    )
 
 
 @dataclass(frozen=True)
@@ -95,7 +99,7 @@ class TaskSettings:
     """[task]: which sources are trained and tested on, and how a prompt is worded."""
 
     train: tuple[str, ...] = key((), "sources of training prompts: a [sources.NAME] table or configs/sources/NAME.toml")
-    weights: tuple[float, ...] = key((), "share of each training source (default: equal)", above=0.0)
+    weights: tuple[float, ...] = key((), "share of each training source (default: equal)", above=0.0, high=1e9)
     eval: tuple[str, ...] = key((), "sources of held-out prompts (default: those of `train`)")
     prompt_template: str = key("{prompt}", "text around a row's prompt; must contain {prompt}")
     system: str = key("", "system message; needs chat = true")
@@ -134,9 +138,11 @@ class SourceSettings:
     eval_split: str = key("", "datasets: split that is tested on (default: rows held out of `split`)")
     path: str = key("", "jsonl: file of training rows")
     eval_path: str = key("", "jsonl and local files: file of test rows (default: rows held out)")
-    eval_rows: int = key(256, "rows held out for the test when no test split or file is given", low=0)
+    eval_rows: int = key(256, "rows held out for the test when no test split or file is given", low=0, high=10_000_000)
     streaming: bool = key(False, "datasets: read rows as they are needed, in a shuffled stream, instead of all at once")
-    size: int = key(0, "reasoning_gym: number of training problems; 0: fresh ones for the whole run", low=0)
+    size: int = key(
+        0, "reasoning_gym: number of training problems; 0: fresh ones for the whole run", low=0, high=1_000_000_000
+    )
     params: dict[str, Any] = key({}, "reasoning_gym: difficulty settings, passed on by name")
     prompt_column: str = key("prompt", "column with the prompt: text or chat messages; `a.0.b` reaches into a value")
     answer_column: str = key(
@@ -171,8 +177,8 @@ class SourceSettings:
     bad_rows: Literal["error", "drop"] = key("error", "rows that cannot be used: stop and list them, or drop and count")
     where: dict[str, Any] = key({}, "keep rows whose column has this value, or one of these values")
     language: Literal["", "en", "zh"] = key("", "keep prompts written in this language, judged by their script")
-    min_prompt_tokens: int = key(0, "drop shorter prompts", low=0)
-    max_prompt_tokens: int = key(0, "drop longer prompts; 0: [rollout] max_prompt_tokens", low=0)
+    min_prompt_tokens: int = key(0, "drop shorter prompts", low=0, high=10_000_000)
+    max_prompt_tokens: int = key(0, "drop longer prompts; 0: [rollout] max_prompt_tokens", low=0, high=10_000_000)
     prompt_template: str = key("", "overrides [task] prompt_template for this source")
     system: str = key("", "overrides [task] system for this source")
 
@@ -181,37 +187,45 @@ class SourceSettings:
 class RewardSettings:
     """[reward]: the processes that score responses beside the rollout, and their limits."""
 
-    workers: int = key(0, "processes of each kind; 0: one for each CPU core, at most 64", low=0)
+    workers: int = key(0, "processes of each kind; 0: one for each CPU core, at most 64", low=0, high=1024)
     judge_time_s: float = key(
-        5.0, "seconds to judge one answer (math, task, functions); then the process is killed: no verdict", above=0.0
+        5.0,
+        "seconds to judge one answer (math, task, functions); then the process is killed: no verdict",
+        above=0.0,
+        high=3600.0,
     )
     sandbox: Literal["auto", "namespaces", "bubblewrap", "landlock", "none"] = key(
         "auto", "isolation of generated programs: auto takes the first that works; none runs them with limits only"
     )
-    code_time_s: float = key(6.0, "seconds one test of a program may take", above=0.0)
-    code_total_s: float = key(60.0, "seconds all tests of a program may take", above=0.0)
-    code_memory_mib: int = key(1024, "memory of a program", low=64)
-    code_output_mib: float = key(4.0, "output of a program in one test", above=0.0)
-    code_disk_mib: int = key(16, "files of a program", low=1)
-    code_threads: int = key(16, "threads of a program; it cannot start processes", low=1)
+    code_time_s: float = key(6.0, "seconds one test of a program may take", above=0.0, high=3600.0)
+    code_total_s: float = key(60.0, "seconds all tests of a program may take", above=0.0, high=86_400.0)
+    code_memory_mib: int = key(1024, "memory of a program", low=64, high=1_048_576)
+    code_output_mib: float = key(4.0, "output of a program in one test", above=0.0, high=1024.0)
+    code_disk_mib: int = key(16, "files of a program", low=1, high=1_048_576)
+    code_threads: int = key(16, "threads of a program; it cannot start processes", low=1, high=4096)
 
 
 @dataclass(frozen=True)
 class RLSettings:
     """[rl]: GRPO."""
 
-    prompts_per_step: int = key(256, "prompts in one step", low=1)
-    group_size: int = key(16, "responses to one prompt; at least 2, as a group is its own baseline", low=2)
-    minibatch_prompts: int = key(128, "prompts in one optimizer step; divides prompts_per_step", low=1)
-    epochs: int = key(1, "passes over a step's responses", low=1)
-    microbatch_tokens: int = key(35840, "tokens in one forward; holds at least one longest prompt + response", low=1)
+    prompts_per_step: int = key(256, "prompts in one step", low=1, high=1_000_000)
+    group_size: int = key(16, "responses to one prompt; at least 2, as a group is its own baseline", low=2, high=65_536)
+    minibatch_prompts: int = key(128, "prompts in one optimizer step; divides prompts_per_step", low=1, high=1_000_000)
+    epochs: int = key(1, "passes over a step's responses", low=1, high=1000)
+    microbatch_tokens: int = key(
+        35840, "tokens in one forward; holds at least one longest prompt + response", low=1, high=100_000_000
+    )
     advantage: Literal["group_std", "group_mean"] = key(
         "group_std", "reward minus the group's mean, over the group's standard deviation or not"
     )
     clip_low: float = key(0.2, "ratio clip: 1 - clip_low below", low=0.0, high=1.0)
-    clip_high: float = key(0.27, "ratio clip: 1 + clip_high above", low=0.0)
+    clip_high: float = key(0.27, "ratio clip: 1 + clip_high above", low=0.0, high=1e6)
     cumulative_ratio_clip: float = key(
-        0.0, "mask a response from where the product of its ratios leaves [1/c, c] (paper: 90); 0: off", low=0.0
+        0.0,
+        "mask a response from where the product of its ratios leaves [1/c, c] (paper: 90); 0: off",
+        low=0.0,
+        high=1e9,
     )
     loss_average: Literal["sample", "token"] = key(
         "sample", "mean over each response's tokens and then over responses, or over all tokens"
@@ -220,9 +234,9 @@ class RLSettings:
         "rollout",
         "denominator of the ratio: the engine's log-probs, or the learner's own with truncated importance sampling",
     )
-    tis_clip: float = key(2.0, "cap of the importance weight (old_logprobs = learner)", above=0.0)
+    tis_clip: float = key(2.0, "cap of the importance weight (old_logprobs = learner)", above=0.0, high=1e6)
     kl_coef: float = key(
-        0.0, "weight of the KL term to the starting model; 0: off, no reference model is kept", low=0.0
+        0.0, "weight of the KL term to the starting model; 0: off, no reference model is kept", low=0.0, high=1e6
     )
     truncated: Literal["wrong", "mask"] = key(
         "wrong", "responses cut at max_new_tokens: reward 0, or left out of the loss"
@@ -234,15 +248,15 @@ class RLSettings:
 class OptimSettings:
     """[optim]: AdamW on float32 master weights."""
 
-    lr: float = key(1e-6, "peak learning rate", low=0.0)
+    lr: float = key(1e-6, "peak learning rate", low=0.0, high=1e30)
     betas: tuple[float, ...] = key((0.9, 0.95), "decay rates of the two moments", low=0.0, high=1.0, length=2)
-    eps: float = key(1e-15, "added to the root of the second moment", low=0.0)
-    weight_decay: float = key(0.0, "decoupled weight decay of matrices (never norms)", low=0.0)
-    warmup_steps: int = key(0, "steps of linear warm-up", low=0)
+    eps: float = key(1e-15, "added to the root of the second moment", low=0.0, high=1.0)
+    weight_decay: float = key(0.0, "decoupled weight decay of matrices (never norms)", low=0.0, high=1e6)
+    warmup_steps: int = key(0, "steps of linear warm-up", low=0, high=1_000_000_000)
     schedule: Literal["constant", "linear", "cosine"] = key(
         "constant", "after the warm-up: constant, or falling to 0 at train.steps"
     )
-    max_grad_norm: float = key(1.0, "global gradient norm is clipped to this; 0: off", low=0.0)
+    max_grad_norm: float = key(1.0, "global gradient norm is clipped to this; 0: off", low=0.0, high=1e9)
     moments: Literal["float32", "cpu", "8bit"] = key(
         "float32", "Adam's moments: float32, float32 in CPU memory, or block-quantized to 8 bits (torchao)"
     )
@@ -252,30 +266,34 @@ class OptimSettings:
 class TrainSettings:
     """[train]: the run."""
 
-    steps: int = key(260, "steps of rollout and update", low=1)
+    steps: int = key(260, "steps of rollout and update", low=1, high=1_000_000_000)
     seed: int = key(0, "seed of every random choice", low=0, high=2**31 - 1)
     out: str = key("", "run folder (default: runs/<name of the config file>)")
     device: Literal["auto", "cpu", "cuda"] = key("auto", "auto takes the GPU if there is one")
-    threads: int = key(0, "CPU threads of a process; 1 is fastest for tiny models; 0: torch's own choice", low=0)
+    threads: int = key(
+        0, "CPU threads of a process; 1 is fastest for tiny models; 0: torch's own choice", low=0, high=4096
+    )
 
 
 @dataclass(frozen=True)
 class EvalSettings:
     """[eval]: pass@1 on held-out prompts."""
 
-    every: int = key(10, "evaluate after every so many steps and after the last; 0: never", low=0)
-    prompts: int = key(128, "held-out prompts", low=1)
-    samples: int = key(4, "responses to each, averaged", low=1)
-    temperature: float = key(1.0, "softmax temperature of evaluation", above=0.0)
+    every: int = key(10, "evaluate after every so many steps and after the last; 0: never", low=0, high=1_000_000_000)
+    prompts: int = key(128, "held-out prompts", low=1, high=10_000_000)
+    samples: int = key(4, "responses to each, averaged", low=1, high=65_536)
+    temperature: float = key(1.0, "softmax temperature of evaluation", above=0.0, high=100.0)
 
 
 @dataclass(frozen=True)
 class CheckpointSettings:
     """[checkpoint]: save and resume."""
 
-    every: int = key(10, "save after every so many steps; 0: only when the run ends or is stopped", low=0)
+    every: int = key(
+        10, "save after every so many steps; 0: only when the run ends or is stopped", low=0, high=1_000_000_000
+    )
     final: bool = key(True, "save when the run ends or is stopped; false: only every `every` steps, 0 then never")
-    keep: int = key(2, "newest complete checkpoints kept; 0: all", low=0)
+    keep: int = key(2, "newest complete checkpoints kept; 0: all", low=0, high=1_000_000)
     resume: str = key("", "checkpoint folder, or `latest` (the flag alone means latest); empty: start afresh")
     async_save: bool = key(False, "write in the background while training goes on")
 
@@ -284,8 +302,10 @@ class CheckpointSettings:
 class LogSettings:
     """[log]: what a run writes besides metrics.jsonl."""
 
-    samples_every: int = key(10, "write some responses to samples.jsonl every so many steps; 0: never", low=0)
-    samples: int = key(4, "prompts written each time, all their responses with them", low=1)
+    samples_every: int = key(
+        10, "write some responses to samples.jsonl every so many steps; 0: never", low=0, high=1_000_000_000
+    )
+    samples: int = key(4, "prompts written each time, all their responses with them", low=1, high=1_000_000)
     router_agreement: bool = key(
         False, "log how many of the rollout's expert choices the learner repeats; always with rl.routing_replay"
     )
@@ -297,9 +317,11 @@ class LogSettings:
 class ParallelSettings:
     """[parallel]: how the processes of torchrun split the learner."""
 
-    ep: int = key(1, "expert parallel size", low=1)
-    fsdp: int = key(0, "FSDP shards of the dense weights, a multiple of ep; 0: world size / replicate", low=0)
-    replicate: int = key(1, "copies of the sharded model (HSDP)", low=1)
+    ep: int = key(1, "expert parallel size", low=1, high=65_536)
+    fsdp: int = key(
+        0, "FSDP shards of the dense weights, a multiple of ep; 0: world size / replicate", low=0, high=1_000_000
+    )
+    replicate: int = key(1, "copies of the sharded model (HSDP)", low=1, high=1_000_000)
     activation_checkpointing: Literal["none", "full", "selective", "moe"] = key(
         "none", "what is recomputed in the backward"
     )

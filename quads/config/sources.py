@@ -5,16 +5,35 @@ the config file, then in this repository's configs. `--sources.NAME.key value` c
 on its own.
 """
 
+import dataclasses
 import re
 import tomllib
 from pathlib import Path
 from typing import Any
 
 from quads.config.sections import REWARDS, SourceSettings, WeightedReward
-from quads.config.values import check_table, set_text
+from quads.config.values import check_table, cut, parse_toml, set_text
 from quads.errors import UserError
 
 RESERVED = ("mean", "std", "ungraded")  # reward/NAME of every run
+# Keys that only sources of some kinds read.
+ROWS = ("jsonl", "datasets")
+READ_BY = {
+    ("reasoning_gym",): ("params", "size"),
+    ("jsonl",): ("path",),
+    ("reasoning_gym", "datasets"): ("dataset",),
+    ("datasets",): ("subset", "split", "eval_split", "streaming"),
+    ROWS: (
+        "eval_path",
+        "prompt_column",
+        "answer_column",
+        "id_column",
+        "answer_pattern",
+        "bad_rows",
+        "where",
+        "code_format",
+    ),
+}
 REPOSITORY_CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 
 
@@ -23,7 +42,7 @@ def read_toml(path: Path) -> dict[str, Any]:
     text = ""
     try:
         text = path.read_text(encoding="utf-8")
-        return tomllib.loads(text)
+        return parse_toml(text)
     except FileNotFoundError:
         raise UserError(f"config file not found: {path}") from None
     except OSError as error:
@@ -32,7 +51,7 @@ def read_toml(path: Path) -> dict[str, Any]:
         raise UserError(f"config file {path} is not UTF-8 text (byte {error.start})") from None
     except tomllib.TOMLDecodeError as error:
         reason = str(error).replace("at end of document", f"at line {len(text.splitlines())}, the end of the file")
-        raise UserError(f"config file {path} is not valid TOML: {reason}") from None
+        raise UserError(f"config file {path} is not valid TOML: {cut(reason, 200)}") from None
 
 
 def build_sources(
@@ -55,8 +74,10 @@ def build_sources(
         elif name in overridden:
             tables[name] = {}
         else:
-            known = known_sources(tables, config_path)
-            raise UserError(f"[task] names the source {name!r}: no [sources.{name}], no ready-made one; known: {known}")
+            known, short = known_sources(tables, config_path), cut(name, 40)
+            raise UserError(
+                f"[task] names the source {short!r}: no [sources.{short}], no ready-made one; known: {known}"
+            )
     for dotted, text in overrides:
         name, _, source_key = dotted.partition(".")
         set_text(SourceSettings, f"[sources.{name}]", tables[name], source_key, text)
@@ -77,14 +98,39 @@ def _check(where: str, source: SourceSettings) -> None:
     needs = "path" if source.kind == "jsonl" else "dataset"
     if not getattr(source, needs):
         raise UserError(f"{where} {needs} is missing; kind = {source.kind!r} needs it")
+    _check_unread(where, source)
     _check_rewards(where, source)
-    if source.prompt_template and "{prompt}" not in source.prompt_template:
-        raise UserError(f"{where} prompt_template = {source.prompt_template!r} must contain {{prompt}}")
+    if source.prompt_template:
+        check_template(where, source.prompt_template)
     try:
         re.compile(source.answer_pattern)
     except re.error as error:
         pattern = source.answer_pattern
-        raise UserError(f"{where} answer_pattern = {pattern!r} is not a regular expression: {error}") from None
+        raise UserError(f"{where} answer_pattern = {cut(repr(pattern))} is not a regular expression: {error}") from None
+
+
+def _check_unread(where: str, source: SourceSettings) -> None:
+    """A key that sources of this kind do not read would be without effect, and nobody would notice."""
+    for f in dataclasses.fields(source):
+        kinds = next((kinds for kinds, keys in READ_BY.items() if f.name in keys), (source.kind,))
+        default = f.default_factory() if f.default is dataclasses.MISSING else f.default  # type: ignore[misc]
+        if source.kind not in kinds and getattr(source, f.name) != default:
+            raise UserError(
+                f"{where} {f.name} is for kind = {' or '.join(map(repr, kinds))}; {source.kind!r} does not read it, so "
+                "take it out"
+            )
+
+
+def check_template(where: str, template: str) -> None:
+    """UserError for a prompt template without {prompt}, or with another name in braces, which would be left as it is.
+    Braces behind a word or a backslash, as in LaTeX, are text."""
+    if "{prompt}" not in template:
+        raise UserError(f"{where} prompt_template = {cut(repr(template))} must contain {{prompt}}")
+    unknown = [name for name in re.findall(r"(?<![\\\w])\{([A-Za-z_]\w*)\}", template) if name != "prompt"]
+    if unknown:
+        raise UserError(
+            f"{where} prompt_template has {{{cut(unknown[0])}}}, which nothing fills in; only {{prompt}} is replaced"
+        )
 
 
 def weighted_rewards(source: SourceSettings) -> tuple[WeightedReward, ...]:
@@ -107,14 +153,14 @@ def reward_name(reward: str) -> str:
 def _check_rewards(where: str, source: SourceSettings) -> None:
     choices = f"one of {', '.join(REWARDS)}, or FILE.py:FUNCTION"
     if source.reward and source.rewards:
-        raise UserError(f"{where} has both reward = {source.reward!r} and rewards; keep one")
+        raise UserError(f"{where} has both reward = {cut(repr(source.reward))} and rewards; keep one")
     names: list[str] = []
     for i, weighted in enumerate(weighted_rewards(source)):
         key = f"rewards[{i}].reward" if source.rewards else "reward"
         if not weighted.reward:
             raise UserError(f"{where} {key} is missing; {choices}")
         if weighted.reward not in REWARDS and not split_function(weighted.reward)[0]:
-            raise UserError(f"{where} {key} = {weighted.reward!r}: must be {choices}")
+            raise UserError(f"{where} {key} = {cut(repr(weighted.reward))}: must be {choices}")
         name = reward_name(weighted.reward)
         if name in names:
             raise UserError(f"{where} rewards has {name!r} twice; each is logged as reward/NAME, so names must differ")

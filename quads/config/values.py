@@ -19,7 +19,7 @@ def check_table(cls: type[T], where: str, table: dict[str, Any]) -> T:
     known = [f.name for f in dataclasses.fields(cls)]  # type: ignore[arg-type]
     for name in table:
         if name not in known:
-            raise UserError(f"unknown key {name!r} in {where}; nearest valid one: {nearest(name, known)}")
+            raise UserError(f"unknown key {cut(repr(name))} in {where}; nearest valid one: {nearest(name, known)}")
     return cls(**{name: check_value(cls, where, name, value) for name, value in table.items()})
 
 
@@ -39,9 +39,10 @@ def check_value(cls: type, where: str, name: str, value: Any) -> Any:
             _refuse(cls, where, name, value)
         tables = [table if isinstance(table, dict) else dataclasses.asdict(table) for table in value]
         return tuple(check_table(key.type, f"{where} {name}[{i}]", table) for i, table in enumerate(tables))
-    if key.type is str and len(set(value)) != len(value):
+    words = tuple(_check_word(cls, where, name, value, item, key) for item in value)
+    if key.type is str and len(set(words)) != len(words):
         raise UserError(f"{where} {name} = {_show(value)}: the same word twice")
-    return tuple(_check_word(cls, where, name, value, item, key) for item in value)
+    return words
 
 
 def is_key(cls: type, name: str) -> bool:
@@ -58,7 +59,7 @@ def set_text(cls: type, where: str, table: dict[str, Any], name: str, text: str)
     head, dot, entry = name.partition(".")
     if dot:  # entries of tables have no declared type: TOML syntax, else plain text
         try:
-            value = tomllib.loads(f"value = {text}")["value"]
+            value = parse_toml(f"value = {text}")["value"]
         except tomllib.TOMLDecodeError:
             value = text
         table[head] = {**table.get(head, {}), entry: value}
@@ -72,16 +73,16 @@ def _parse(cls: type, where: str, name: str, text: str) -> Any:
     value: Any = text
     try:
         if key.shape == "table":
-            value = json.loads(text) if text.startswith('{"') else tomllib.loads(f"value = {text}")["value"]
+            value = json.loads(text) if text.startswith('{"') else parse_toml(f"value = {text}")["value"]
         elif key.shape == "tables" or (key.shape == "list" and text.strip().startswith("[")):
-            value = tomllib.loads(f"value = {text}")["value"]
+            value = parse_toml(f"value = {text}")["value"]
         elif key.shape == "list":
             value = [key.type(word.strip()) for word in text.split(",") if word.strip()]
         elif key.type is bool:
             value = {"true": True, "false": False}.get(text.lower(), text)
         elif key.type in (int, float):
             value = key.type(text)
-    except ValueError:  # also the base of JSON and TOML decode errors
+    except (ValueError, RecursionError):  # also the base of JSON and TOML decode errors
         _refuse(cls, where, name, text)
     return check_value(cls, where, name, value)
 
@@ -108,7 +109,29 @@ def describe_range(cls: type, name: str) -> str:
 
 def nearest(name: str, valid: list[str]) -> str:
     """The valid name most like `name`; there is always one."""
-    return difflib.get_close_matches(name, valid, n=1, cutoff=0.0)[0]
+    return difflib.get_close_matches(cut(name), valid, n=1, cutoff=0.0)[0]
+
+
+def cut(text: str, most: int = 80) -> str:
+    """A text for a message: one line of at most so many characters, with a mark where some are left out.
+
+    Example: `cut("x" * 100, 8)` -> `"xxxxx..."`
+    """
+    text = " ".join(text.split())
+    return text if len(text) <= most else text[: most - 3] + "..."
+
+
+def parse_toml(text: str) -> dict[str, Any]:
+    """tomllib.loads, whose every failure is a TOMLDecodeError: it lets others out for numbers of thousands of digits
+    and for values nested thousands of levels deep."""
+    try:
+        return tomllib.loads(text)
+    except tomllib.TOMLDecodeError:
+        raise
+    except RecursionError:
+        raise tomllib.TOMLDecodeError("a value is nested too deeply") from None
+    except ValueError:
+        raise tomllib.TOMLDecodeError("a number has too many digits") from None
 
 
 def toml_table(name: str, values: dict[str, Any]) -> str:
@@ -146,7 +169,7 @@ def _declared(cls: type, name: str) -> _Key:
 def _check_word(cls: type, where: str, name: str, whole: Any, word: Any, key: _Key) -> Any:
     """`whole` is the value that an error shows: the list that `word` is in."""
     if key.type is float and isinstance(word, int) and not isinstance(word, bool):
-        word = float(word)
+        word = float(word) if abs(word) < 2**1000 else math.inf  # a larger one is no float
     good = isinstance(word, key.type) and (key.type is bool or not isinstance(word, bool))
     if good and key.type in (int, float):
         limits = key.limits
@@ -162,7 +185,11 @@ def _refuse(cls: type, where: str, name: str, value: Any) -> typing.NoReturn:
 
 
 def _show(value: Any) -> str:
-    return repr(list(value) if isinstance(value, tuple) else value)
+    """A value for a message, cut to a line. Of a number of thousands of digits Python refuses to make a text."""
+    try:
+        return cut(repr(list(value) if isinstance(value, tuple) else value))
+    except ValueError:
+        return "a number of thousands of digits"
 
 
 def toml_key(name: str) -> str:

@@ -71,7 +71,7 @@ KNOW_OTHER_PROCESSES = {
 # budget is raised in a commit that says why.
 BUDGETS = {
     "base": 800,
-    "config": 1000,
+    "config": 1150,
     "run": 1100,
     "model": 2150,
     "quant": 2500,
