@@ -13,6 +13,7 @@ difference needs more bits than bf16 has, so adding them up first would round aw
     "block"   the same in whole blocks of the format, floor(ratio * K / 16) of 16 channels in NVFP4 (K padded to whole
               blocks): what a tensor core can skip. The score of a block is the sum of its channels' scores
     "token"   each row ranks its own channels, so a row does not depend on its batch mates
+    "2:4"     the two of each four neighbouring channels of a row that lose most (ratio 0.5): a reference, no recipe yet
 
 Scores are computed in float64: squares of fp32 values are exact there and the sum does not depend on the order of the
 rows in any way that matters. Elements of R that are not finite (their block is NaN in Q_A(X) already) score 0.
@@ -30,7 +31,7 @@ from torch import Tensor
 from quads.quant import nvfp4
 from quads.quant.formats import FORMATS
 
-Selection = Literal["batch", "block", "token"]
+Selection = Literal["batch", "block", "token", "2:4"]
 
 
 class PackedPair(NamedTuple):
@@ -43,9 +44,9 @@ class PackedPair(NamedTuple):
 
 def channel_scores(residual_TK: Tensor, selection: Selection, live_T: Tensor | None = None) -> Tensor:
     """float64 scores of the channels: [K] for "batch" and "block" (rows with live_T False left out), [T, K] for
-    "token"."""
+    "token" and "2:4"."""
     squares_TK = torch.nan_to_num(residual_TK.double().square(), nan=0.0, posinf=0.0)
-    if selection == "token":
+    if selection in ("token", "2:4"):
         return squares_TK
     if live_T is not None:
         squares_TK = torch.where(live_T.unsqueeze(-1), squares_TK, 0.0)
@@ -60,6 +61,11 @@ def select_channels(scores: Tensor, ratio: float, selection: Selection, block: i
         blocks = F.pad(scores, (0, -num_channels % block)).unflatten(-1, (-1, block)).sum(-1)
         kept = _top(blocks, math.floor(ratio * blocks.shape[-1]))
         return kept.repeat_interleave(block, dim=-1)[..., :num_channels]
+    if selection == "2:4":
+        if ratio != 0.5:
+            raise ValueError(f"2:4 keeps half of the channels, not {ratio}")
+        fours = F.pad(scores, (0, -num_channels % 4), value=-1.0).unflatten(-1, (-1, 4))
+        return _top(fours, 2).flatten(-2)[..., :num_channels]
     return _top(scores, math.floor(ratio * num_channels))
 
 
@@ -83,13 +89,21 @@ def compensate(
     own two terms are computed like any row's. ratio 0 gives a zero residual, ratio 1 keeps every channel. format, rule:
     of both terms; "" for the format's default rule.
     """
+    main_TK, residual_TK, mask = both_terms(x_TK, ratio, selection, live_T, format, rule)
+    return main_TK, torch.where(mask, residual_TK, 0.0)
+
+
+def both_terms(
+    x_TK: Tensor, ratio: float, selection: Selection, live_T: Tensor | None, format: str, rule: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(main, residual, mask): the terms of `compensate`, the residual of all channels, and which of them count."""
     row = FORMATS[format]
     rule = rule or row.rules[0]
     x_TK = x_TK.float()
     main_TK = row.qdq_rows(x_TK, rule, torch.float32)
     residual_TK = main_TK - x_TK
     mask = select_channels(channel_scores(residual_TK, selection, live_T), ratio, selection, row.block)
-    return main_TK, torch.where(mask, row.qdq_rows(residual_TK, rule, torch.float32), 0.0)
+    return main_TK, row.qdq_rows(residual_TK, rule, torch.float32), mask
 
 
 def compensate_packed(x_TK: Tensor, ratio: float, selection: Selection, live_T: Tensor | None = None) -> PackedPair:

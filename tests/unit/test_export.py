@@ -137,6 +137,17 @@ def test_untargeted_attention_stays_bf16_and_is_ignored(learner: MoEDecoder, tmp
     assert settings["ignore"][-1] == r"re:.*\.self_attn\..*$"
 
 
+@pytest.mark.parametrize("weights", ["bf16", "fp8"])
+@pytest.mark.parametrize("kind", ["nvfp4-modelopt", "nvfp4-compressed-tensors"])
+def test_weights_that_were_not_trained_are_not_exported(
+    weights: str, kind: str, learner: MoEDecoder, tmp_path: Path
+) -> None:
+    spec = QuantSpec(weights, "bf16", "w4a4")
+    with pytest.raises(UserError, match=f"learner of this run trained {weights} weights.*use --format bf16$"):
+        export(kind, CONFIG, spec, lambda name: learner.get_parameter(name).detach(), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
 def test_mistakes_have_one_line(tmp_path: Path) -> None:
     result = run_command(["-m", "quads.export", "--format", "bf16", str(tmp_path / "nowhere"), str(tmp_path / "out")])
     assert result.returncode == 2 and len(result.stderr.splitlines()) == 1

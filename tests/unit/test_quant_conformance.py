@@ -109,3 +109,16 @@ def test_backend_that_cannot_run_is_an_error_and_all_says_so(monkeypatch, capsys
     assert conformance.main([str(RESIDUAL), "--backend", "all"]) == 0
     out = capsys.readouterr().out
     assert "triton: did not run: " in out and "reference: 9 cases, 0 mismatches" in out
+
+
+def test_a_format_that_is_not_known_is_named_and_is_no_success(tmp_path, capsys):
+    known = json.loads((GOLDEN / "nvfp4_vectors.json").read_text())[:2]
+    (tmp_path / "mixed.json").write_text(json.dumps([*known, {"format": "nf4", "anything": 1}]))
+    assert conformance.main([str(tmp_path / "mixed.json")]) == 1
+    out = capsys.readouterr().out
+    assert "1 cases of the format 'nf4', which is not known; known: fp8, nvfp4" in out
+    assert "reference: 2 cases, 0 mismatches" in out
+    (tmp_path / "other.json").write_text(json.dumps([{"format": "nf4"}]))
+    with pytest.raises(SystemExit) as exit:
+        conformance.main([str(tmp_path / "other.json")])
+    assert exit.value.code == 2 and "no case of a known format" in capsys.readouterr().err

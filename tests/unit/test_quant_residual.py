@@ -121,3 +121,13 @@ def test_the_packed_pair_stands_for_the_same_terms_where_one_channel_is_huge(sel
     kept = torch.where(pair.mask, nvfp4.dequantize(*pair.residual), 0.0)
     assert torch.equal(kept, residual_TK)
     assert (pair.residual[2] < pair.main[2] / 8).all() and residual_TK.any(dim=1).all()
+
+
+def test_two_of_four():
+    """By hand: of four neighbours the two largest, on a tie the lower one; the last group is short."""
+    r_TK = torch.tensor([[1.0, -3.0, 3.0, 2.0, 1.0, 1.0, 1.0, 1.0, 0.0, 5.0]])
+    scores = residual.channel_scores(r_TK, "2:4")
+    mask = residual.select_channels(scores, 0.5, "2:4")
+    assert mask.int().tolist() == [[0, 1, 1, 0, 1, 1, 0, 0, 1, 1]]
+    with pytest.raises(ValueError, match="half"):
+        residual.select_channels(scores, 0.25, "2:4")
