@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from quads.errors import UserError
-from quads.quant import device, fp8, nvfp4
+from quads.quant import device, fp8, mxfp4, nvfp4
 
 Scales = tuple[Tensor, Tensor]
 Pack = Callable[[Tensor, str, Scales | None, bool], tuple[Tensor, Tensor]]
@@ -96,6 +96,10 @@ FORMATS = {
             device.pack_nvfp4, device.unpack_nvfp4, device.qdq_rows_nvfp4, device.global_scale_nvfp4, device.qdq_nvfp4,
             device.pack_rows_nvfp4, device.unpack_rows_nvfp4,
             "; activations have one power-of-two scale a token", ("w4a16", "w4a4", "w4a4_residual"),
+        ),
+        Format(
+            "mxfp4", 4, mxfp4.BLOCK, (16, 1), torch.uint8, ("floor", "even", "ceil"),
+            mxfp4.pack, mxfp4.unpack, mxfp4.qdq_rows,
         ),
     )
 }  # fmt: skip

@@ -12,7 +12,7 @@ from quads.model.model import MoEDecoder
 from quads.model.parallelize import fsdp_modules, parallelize, write_part
 from quads.quant.convert import convert_learner
 from quads.quant.masters import attach, quantized_weights, requantize
-from quads.quant.recipes import resolve
+from quads.quant.recipes import QuantSpec, resolve
 from quads.quant.tensor import QuantizedTensor
 from tests.helpers import assert_bitwise
 
@@ -33,8 +33,14 @@ def spiky_weights(generator: torch.Generator, model: MoEDecoder, write=Tensor.co
         write(parameter, values)
 
 
+def spec_of(words: str) -> QuantSpec:
+    """Of a recipe, and a format behind it where it is not NVFP4: "quads mxfp4"."""
+    recipe, _, format = words.partition(" ")
+    return resolve(QuantSettings(recipe=recipe, format=format or "nvfp4"))
+
+
 def sharded_model(world: Distributed, ep: int, recipe: str, all_gather: str, dtype: torch.dtype) -> MoEDecoder:
-    spec = resolve(QuantSettings(recipe=recipe))
+    spec = spec_of(recipe)
     with torch.device("meta"):
         model = MoEDecoder(CONFIG, dtype)
     convert_learner(model, spec)
@@ -51,7 +57,7 @@ def single_model(recipe: str, dtype: torch.dtype) -> MoEDecoder:
     model = MoEDecoder(CONFIG, dtype)
     with torch.no_grad():
         spiky_weights(torch.Generator().manual_seed(0), model)
-    convert_learner(model, resolve(QuantSettings(recipe=recipe)))
+    convert_learner(model, spec_of(recipe))
     requantize(model)
     return model
 
@@ -65,7 +71,7 @@ def forward_backward(model: MoEDecoder) -> Tensor:
 
 def check_shipped_weights(world: Distributed, ep: int, recipe: str) -> None:
     """Every tensor that the sync ships has the bytes of one process, whatever the learner's own precision."""
-    spec = resolve(QuantSettings(recipe=recipe))
+    spec = spec_of(recipe)
     expected = dict(quantized_weights(single_model(recipe, torch.bfloat16), spec))
     names = []
     for name, tensor in quantized_weights(sharded_model(world, ep, recipe, "bf16", torch.bfloat16), spec):
@@ -81,11 +87,11 @@ def check_shipped_weights(world: Distributed, ep: int, recipe: str) -> None:
     assert names == list(expected)
 
 
-def check_all_gather(world: Distributed, ep: int) -> None:
+def check_all_gather(world: Distributed, ep: int, recipe: str) -> None:
     """bf16 and packed gathers: the same losses, gradients and weights through two updates, bit for bit."""
     histories = []
     for all_gather in ("bf16", "packed"):
-        model = sharded_model(world, ep, "quads", all_gather, torch.bfloat16)
+        model = sharded_model(world, ep, recipe, all_gather, torch.bfloat16)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         history = []
         for _ in range(2):
@@ -124,13 +130,14 @@ def check_packed_is_gathered(world: Distributed, ep: int) -> None:
 
 def run(world: Distributed) -> None:
     for ep in MESHES[world.size]:
-        for recipe in ("quads", "naive", "fp8", "bf16"):
+        for recipe in ("quads", "quads mxfp4", "naive mxfp4", "naive", "fp8", "bf16"):
             check_shipped_weights(world, ep, recipe)
         world.print(f"ok shipped weights ep={ep}")
-        for recipe in ("quads", "symmetric", "fp8"):
+        for recipe in ("quads", "quads mxfp4", "symmetric", "fp8"):
             check_single_process(world, ep, recipe)
         world.print(f"ok single process ep={ep}")
-        check_all_gather(world, ep)
+        check_all_gather(world, ep, "quads")
+        check_all_gather(world, ep, "quads mxfp4")
         world.print(f"ok all-gather ep={ep}")
         check_packed_is_gathered(world, ep)
         world.print(f"ok packed bytes ep={ep}")

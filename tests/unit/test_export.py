@@ -137,7 +137,7 @@ def test_untargeted_attention_stays_bf16_and_is_ignored(learner: MoEDecoder, tmp
     assert settings["ignore"][-1] == r"re:.*\.self_attn\..*$"
 
 
-@pytest.mark.parametrize("weights", ["bf16", "fp8"])
+@pytest.mark.parametrize("weights", ["bf16", "fp8", "mxfp4"])
 @pytest.mark.parametrize("kind", ["nvfp4-modelopt", "nvfp4-compressed-tensors"])
 def test_weights_that_were_not_trained_are_not_exported(
     weights: str, kind: str, learner: MoEDecoder, tmp_path: Path

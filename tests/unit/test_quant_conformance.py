@@ -116,7 +116,7 @@ def test_a_format_that_is_not_known_is_named_and_is_no_success(tmp_path, capsys)
     (tmp_path / "mixed.json").write_text(json.dumps([*known, {"format": "nf4", "anything": 1}]))
     assert conformance.main([str(tmp_path / "mixed.json")]) == 1
     out = capsys.readouterr().out
-    assert "1 cases of the format 'nf4', which is not known; known: fp8, nvfp4" in out
+    assert "1 cases of the format 'nf4', which is not known; known: fp8, nvfp4, mxfp4" in out
     assert "reference: 2 cases, 0 mismatches" in out
     (tmp_path / "other.json").write_text(json.dumps([{"format": "nf4"}]))
     with pytest.raises(SystemExit) as exit:

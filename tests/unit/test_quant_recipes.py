@@ -1,5 +1,7 @@
 """Recipes, overrides, contradictions, the banner, and which kernel serves what."""
 
+from typing import get_args, get_type_hints
+
 import pytest
 import torch
 
@@ -7,7 +9,8 @@ from quads.config.sections import QuantSettings
 from quads.errors import UserError
 from quads.quant import backend
 from quads.quant.banner import banner
-from quads.quant.recipes import QuantSpec, resolve
+from quads.quant.formats import FORMATS, FOUR_BITS
+from quads.quant.recipes import PRECISIONS, RECIPES, QuantSpec, resolve
 
 
 def test_the_six_recipes():
@@ -61,7 +64,7 @@ def test_precision_of_each_site():
         ({"residual_ratio": 1.5}, "outside [0, 1]"),
         ({"residual_selection": "row"}, "batch, block, token"),
         ({"global_scale": "e8m0"}, "pow2, amax"),
-        ({"format": "nf4"}, "[quant] format = 'nf4' does not exist; use nvfp4"),
+        ({"format": "nf4"}, "[quant] format = 'nf4' does not exist; use nvfp4, mxfp4"),
         ({"scale_rule": "floor"}, "[quant] scale_rule = 'floor' is none of nvfp4; leave it \"\"; the choice of its"),
     ],
 )
@@ -114,3 +117,12 @@ def test_triton_without_a_gpu_is_an_error(monkeypatch):
         backend.choose_kernel("triton", torch.device("cpu"), "w4a4", "nvfp4")
     with pytest.raises(UserError, match="reference backend"):
         banner(resolve(QuantSettings()), kernel="triton")
+
+
+def test_the_config_knows_every_format():
+    """quads.config imports no torch, so it lists the words itself."""
+    hints = get_type_hints(QuantSettings)
+    assert set(get_args(hints["format"])) == set(FOUR_BITS)
+    for key in ("learner_weights", "learner_activations"):
+        assert set(get_args(hints[key])) == {"", "bf16", *FORMATS}
+    assert set(get_args(hints["rollout"])) == {"", *PRECISIONS} and set(get_args(hints["recipe"])) == set(RECIPES)

@@ -212,10 +212,13 @@ def test_every_option_reaches_the_sites() -> None:
         ("residual_ratio", 0.25, "experts", "w13", SiteSpec("w4a4_residual", 0.25, "batch", "pow2")),
         ("residual_selection", "token", "experts", "w13", SiteSpec("w4a4_residual", 0.5, "token", "pow2")),
         ("global_scale", "amax", "experts", "w13", SiteSpec("w4a4_residual", 0.5, "batch", "amax")),
+        ("format", "mxfp4", "mlp", "w13", SiteSpec("w4a4_residual", 0.5, "batch", "pow2", "mxfp4")),
+        ("scale_rule", "ceil", "mlp", "w13", SiteSpec("w4a4_residual", 0.5, "batch", "pow2", "mxfp4", "ceil")),
     ]
-    assert {key for key, *_ in changes} == set(KEYS) - {"format", "scale_rule"}
+    assert {key for key, *_ in changes} == set(KEYS)
     for key, value, target, site_name, expected in changes:
         more = {"residual_sites": ["qkv"]} if (key, value) == ("targets", ["attention"]) else {}
+        more = {"format": "mxfp4"} if key == "scale_rule" else more
         assert site_spec(read_options({key: value, **more}), target, site_name) == expected, key
 
 
