@@ -1,4 +1,5 @@
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ from quads.errors import UserError
 from quads.model.config import ModelConfig
 from quads.model.model import MoEDecoder
 from quads.quant.recipes import RECIPES, resolve
-from quads.rl.learner import Learner, merge_updates
+from quads.rl.learner import Learner, UpdateStats, merge_updates
 from quads.rl.optimizer import learning_rate
 from quads.rl.packing import Sample, pack
 from quads.types import Completion
@@ -137,6 +138,37 @@ def test_kl_pulls_back_to_the_reference():
     # Advantages are 0 and kl_coef is 1, so the loss over tokens is the KL alone.
     assert merge_updates(stats[:1])["policy/kl"] == pytest.approx(stats[0].loss, rel=1e-5)
     assert "policy/kl" not in merge_updates([make_learner().update(microbatches, denominator)])
+
+
+def test_metrics_of_two_updates_by_hand():
+    """The gap is that of the first update, whose weights drew the responses; counts add up; the last rate stays."""
+
+    def stats(lr, learner, **changes):
+        made = UpdateStats(
+            loss=0.5, grad_norm=2.0, lr=lr, skipped=False, tokens=10, clipped=3, cumulative_masked=1, kl_sum=0.2,
+            entropy_sum=4.0, entropy_tokens=8, learner_logprobs_N=torch.tensor(learner),
+            rollout_logprobs_N=torch.tensor([-1.0, -2.0]), finite_N=torch.tensor([True, True]),
+            routes_repeated=6, routes=8,
+        )  # fmt: skip
+        return replace(made, **changes)
+
+    second = {"loss": 1.5, "grad_norm": 4.0, "skipped": True, "tokens": 30, "clipped": 5, "cumulative_masked": 3}
+    second |= {"kl_sum": 0.6, "entropy_sum": 2.0, "entropy_tokens": 2, "routes_repeated": 0}
+    metrics = merge_updates([stats(0.1, [-1.5, -2.0]), stats(0.3, [-9.0, -9.0], **second)])
+    assert metrics["mismatch/logprob_abs_max"] == 0.5 and metrics["mismatch/logprob_abs_mean"] == 0.25
+    expected = {
+        "mismatch/router_agreement": 6 / 8,
+        "policy/ratio_clip_frac": 8 / 40,
+        "policy/cumulative_masked_frac": 4 / 40,
+        "policy/kl": pytest.approx(0.8 / 40),
+        "policy/entropy": 6.0 / 10,
+        "train/loss": 1.0,
+        "train/grad_norm": 3.0,
+        "train/lr": 0.3,
+        "train/skipped_updates": 1,
+    }
+    assert {name: metrics[name] for name in expected} == expected
+    assert "policy/kl" not in merge_updates([stats(0.1, [-1.5, -2.0], kl_sum=None)])
 
 
 def test_masked_tokens_are_reported():

@@ -118,6 +118,9 @@ def test_mismatch_metrics_by_hand():
     expected = ((math.exp(0.5) - 1.5) + 0 + math.exp(-1.0)) / 3
     assert metrics["mismatch/kl_k3"] == pytest.approx(expected, rel=1e-6)
     assert math.isnan(mismatch_metrics(learner, rollout, finite & False)["mismatch/logprob_abs_max"])
+    learner[2] = torch.nan  # the learner's own value may be the broken one
+    metrics = mismatch_metrics(learner, rollout, finite)
+    assert metrics["mismatch/nonfinite_tokens"] == 2 and metrics["mismatch/logprob_abs_max"] == 0.5
 
 
 def test_percentile_takes_a_value_that_occurs():

@@ -89,6 +89,14 @@ def test_decay_only_moves_matrices():
         torch.testing.assert_close(parameter.detach(), old * 0.95 if old.dim() == 2 else old)
 
 
+def test_gradients_below_the_limit_are_left_alone():
+    made = model()
+    for parameter in made.parameters():
+        parameter.grad = torch.full_like(parameter, 1e-3)
+    norm = clip_gradients(made.parameters(), 10.0)
+    assert 0.0 < float(norm) < 1.0 and all(bool((p.grad == 1e-3).all()) for p in made.parameters())
+
+
 def test_clip_by_hand():
     made = model()
     for parameter in made.parameters():

@@ -31,11 +31,25 @@ def sequence_logprobs(model: MoEDecoder, sample: Sample) -> Tensor:
     return rows.gather(1, torch.tensor(sample.completion.token_ids).unsqueeze(1)).squeeze(1)
 
 
+def ratios(model: MoEDecoder, sample: Sample) -> Tensor:
+    """How much more probable the learner finds each response token than the rollout did."""
+    return (sequence_logprobs(model, sample) - torch.tensor(sample.completion.logprobs)).exp()
+
+
+def clipped_by_hand(model: MoEDecoder, samples: list[Sample]) -> int:
+    """Tokens that the clip holds back: too probable already for a good response, or too improbable for a bad one."""
+    return sum(
+        int(((r > 1 + RL.clip_high) if s.advantage > 0 else (r < 1 - RL.clip_low)).sum())
+        for s in samples
+        for r in [ratios(model, s).detach()]
+    )
+
+
 def loss_by_hand(model: MoEDecoder, samples: list[Sample]) -> Tensor:
     """Mean over the samples of the mean over their tokens of the clipped surrogate."""
     losses = []
     for sample in samples:
-        ratio = (sequence_logprobs(model, sample) - torch.tensor(sample.completion.logprobs)).exp()
+        ratio = ratios(model, sample)
         clipped = ratio.clamp(1 - RL.clip_low, 1 + RL.clip_high)
         losses.append(-torch.minimum(ratio * sample.advantage, clipped * sample.advantage).mean())
     return torch.stack(losses).mean()
@@ -70,6 +84,7 @@ def test_updates_are_adamw_s() -> None:
         stats = learner.update(learner.add_fixed_logprobs(microbatches), denominator)
 
         adamw.zero_grad()
+        clipped = clipped_by_hand(theirs, samples)
         loss = loss_by_hand(theirs, samples)
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(theirs.parameters(), OPTIM.max_grad_norm)
@@ -78,6 +93,7 @@ def test_updates_are_adamw_s() -> None:
             group["lr"] = rate_by_hand(update)
         adamw.step()
 
+        assert stats.clipped == clipped and 0 < clipped < stats.tokens
         assert math.isclose(stats.loss, loss.item(), rel_tol=1e-5)
         assert math.isclose(stats.grad_norm, float(norm), rel_tol=1e-4)
         assert math.isclose(stats.lr, rate_by_hand(update), rel_tol=1e-12)
