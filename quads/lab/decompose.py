@@ -14,7 +14,7 @@ from torch import Tensor
 
 from quads.lab import style
 from quads.lab.capture import capture
-from quads.lab.error_parts import FORMATS, summarize
+from quads.lab.error_parts import COMPARED, summarize
 from quads.lab.layers import SiteWeights
 from quads.lab.policies import learner
 from quads.lab.results import markdown, number, provenance, write_result
@@ -33,10 +33,10 @@ def measure(subject: Subject, batch_tokens: int) -> dict[str, Any]:
     rows = []
     for site in SITES:
         inputs = captured.sites[site]
-        for name in FORMATS:  # float64: a GPU takes seconds where two cores take minutes
-            of_layers = [summarize(x.to(device), FORMATS[name]) for x in inputs]
+        for name in COMPARED:  # float64: a GPU takes seconds where two cores take minutes
+            of_layers = [summarize(x.to(device), name) for x in inputs]
             rows.append(_row("activation", site, name, of_layers))
-        for name in FORMATS:
+        for name in COMPARED:
             of_layers = [_weight_parts(weights, layer, site, name, device) for layer in range(num_layers)]
             rows.append(_row("weight", site, name, of_layers))
     return {"batch": subject.facts, "rows": rows}
@@ -44,8 +44,10 @@ def measure(subject: Subject, batch_tokens: int) -> dict[str, Any]:
 
 def _weight_parts(weights: SiteWeights, layer: int, site: str, name: str, device: torch.device) -> dict[str, float]:
     master = weights.get(layer, site, quantized=False).to(device).bfloat16().float()
-    known: Tensor | None = weights.get(layer, site, quantized=True).to(device) if name == "nvfp4" else None
-    return summarize(master, FORMATS[name], known)
+    known: Tensor | None = None  # else a row of the weight would get a scale of its own
+    if COMPARED[name] == weights.stored_as:
+        known = weights.get(layer, site, quantized=True).to(device)
+    return summarize(master, name, known)
 
 
 def _row(kind: str, site: str, name: str, layers: list[dict[str, float]]) -> dict[str, Any]:

@@ -14,8 +14,6 @@ for MXFP4 in RL post-training; its formulas are not in its abstract, so the defi
 Everything is float64 after the format itself. Shapes: [..., K], blocks along K.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -23,8 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from quads.quant import nvfp4
-
-E8M0_MIN = -127.0
+from quads.quant.formats import FORMATS
 
 
 class ErrorParts(NamedTuple):
@@ -36,35 +33,8 @@ class ErrorParts(NamedTuple):
     grid_noise: Tensor
 
 
-@dataclass(frozen=True)
-class BlockFormat:
-    """A 4-bit format. `qdq` maps fp32 [..., K] to the values it stores; `block` elements share a scale."""
-
-    name: str
-    block: int
-    qdq: Callable[[Tensor], Tensor]
-
-
-def mx_qdq(x: Tensor, ceil: bool) -> Tensor:
-    """MXFP4: E2M1 with one power-of-two scale for 32 elements.
-
-    OCP's rule (floor) is 2 ** (floor(log2 vmax) - 2): vmax lands in [4, 8) and saturates above 6. `ceil` takes the
-    smallest power of two that does not saturate.
-    """
-    num_elements = x.shape[-1]
-    x_B32 = F.pad(x, (0, -num_elements % 32)).unflatten(-1, (-1, 32))
-    vmax = x_B32.abs().amax(-1, keepdim=True).double()
-    exponent = (vmax / 6).log2().ceil() if ceil else vmax.log2().floor() - 2
-    scale = torch.where(vmax > 0, torch.exp2(exponent.clamp(min=E8M0_MIN)), 1.0)
-    codes = nvfp4.encode_e2m1((x_B32.double() / scale).float())
-    return (nvfp4.decode_e2m1(codes).double() * scale).flatten(-2)[..., :num_elements]
-
-
-FORMATS = {
-    "nvfp4": BlockFormat("nvfp4", 16, lambda x: nvfp4.qdq_rows(x)),
-    "mxfp4": BlockFormat("mxfp4", 32, lambda x: mx_qdq(x, ceil=False)),
-    "mxfp4_ceil": BlockFormat("mxfp4_ceil", 32, lambda x: mx_qdq(x, ceil=True)),
-}
+# What is compared, by its name in results: (format, scale rule). MXFP4 has OCP's scale, and one that never saturates.
+COMPARED = {"nvfp4": ("nvfp4", "pow2"), "mxfp4": ("mxfp4", "floor"), "mxfp4_ceil": ("mxfp4", "ceil")}
 
 
 def ideal_qdq(x: Tensor, block: int) -> Tensor:
@@ -90,15 +60,17 @@ def split_error(x: Tensor, quantized: Tensor, block: int) -> ErrorParts:
     )
 
 
-def summarize(x: Tensor, format: BlockFormat, quantized: Tensor | None = None) -> dict[str, float]:
+def summarize(x: Tensor, name: str, quantized: Tensor | None = None) -> dict[str, float]:
     """Energies of the parts of one tensor over the energy of x (so that 0.01 is an SNR of 20 dB), and the fraction of
-    non-zero values that become zero.
+    non-zero values that become zero. name: a key of COMPARED.
 
     `scale_bias + dead_zone + grid_noise + cross` equals `total`. `quantized`: the values where they are known already
     (a weight with its own global scale).
     """
     x = x.float()
-    parts = split_error(x, format.qdq(x) if quantized is None else quantized, format.block)
+    format, rule = COMPARED[name]
+    values = FORMATS[format].qdq_rows(x, rule, torch.float32) if quantized is None else quantized
+    parts = split_error(x, values, FORMATS[format].block)
     energy = float(x.double().square().sum()) or 1.0
     nonzero = max(int((x != 0).sum()), 1)
     return {

@@ -100,6 +100,7 @@ class SiteWeights:
         self.master = {name: p.detach() for name, p in subject.master.named_parameters()}
         shipped = quantized_weights(subject.master, replace(subject.spec, rollout="w4a4"))
         self.quantized = {name: t for name, t in shipped if isinstance(t, QuantizedTensor)}
+        self.stored_as = subject.spec.format, subject.spec.rule(subject.spec.format)  # (format, scale rule)
 
     def get(self, layer: int, site: str, quantized: bool) -> Tensor:
         """[N, K], or [E, N, K] for experts. Sites outside the targets are never quantized."""

@@ -55,6 +55,17 @@ def test_every_recipe_trains_three_steps(config: Path, tmp_path: Path, recipe: s
     assert ["eval/pass@1" in row for row in rows] == [False, True, True]  # every second step, and the last
 
 
+def test_another_format_trains_and_resumes(config: Path, tmp_path: Path) -> None:
+    """MXFP4 by every road of a run: the learner, the residual in the rollout, checked syncs, a checkpoint, a resume."""
+    options = {"quant__format": "mxfp4", "quant__scale_rule": "even", "rollout__verify_sync": True}
+    rows = train_rows(config, tmp_path / "whole", train__steps=3, **options)
+    assert all(ROUNDING < row["mismatch/logprob_abs_mean"] < 1 for row in rows)
+    train_rows(config, tmp_path / "parts", train__steps=2, **options)
+    resumed = train_rows(config, tmp_path / "parts", train__steps=3, checkpoint__resume="latest", **options)
+    for key in ("train/loss", "train/grad_norm", "mismatch/logprob_abs_mean", "reward/mean"):
+        assert resumed[-1][key] == rows[-1][key], key
+
+
 def test_the_readme_lists_every_metric(config: Path, tmp_path: Path) -> None:
     options_that_add_some = {"rl__kl_coef": 0.1, "log__router_agreement": True}
     (row,) = train_rows(config, tmp_path, train__steps=1, **options_that_add_some)
