@@ -6,12 +6,13 @@ import math
 import pytest
 import torch
 
-from quads.config.sections import QuantSettings
+from quads.config.sections import QuantSettings, RolloutSettings
 from quads.errors import UserError
 from quads.quant import backend, conformance, mxfp4
 from quads.quant.banner import banner
 from quads.quant.formats import FORMATS
 from quads.quant.recipes import resolve
+from quads.rollout.vllm.setup import check_settings
 from tests.helpers import REPOSITORY
 
 GOLDEN = REPOSITORY / "tests" / "golden"
@@ -107,3 +108,12 @@ def test_the_banner_and_the_kernels_say_that_there_are_none():
     assert "vllm engine, reference path (mxfp4 has no kernel: widened to bf16 values)" in banner(spec, "vllm")
     with pytest.raises(UserError, match='has no kernels for mxfp4; set rollout.kernel = "reference"'):
         backend.choose_kernel("triton", torch.device("cuda"), "w4a4", "mxfp4")
+
+
+def test_vllm_on_a_gpu_is_refused_before_it_starts():
+    """There is no kernel for it. On a CPU the reference path serves it."""
+    spec = resolve(QuantSettings(format="mxfp4"))
+    check_settings(spec, RolloutSettings(engine="vllm"), False, torch.device("cpu"))
+    check_settings(resolve(QuantSettings()), RolloutSettings(engine="vllm"), False, torch.device("cuda"))
+    with pytest.raises(UserError, match="w4a4_residual in mxfp4: .* rollout.engine = 'native'"):
+        check_settings(spec, RolloutSettings(engine="vllm"), False, torch.device("cuda"))

@@ -20,6 +20,7 @@ from quads.config.sections import RolloutSettings
 from quads.errors import UserError
 from quads.memory import GIB
 from quads.model.config import HF_ARCHITECTURE, HF_MODEL_TYPE, ModelConfig
+from quads.quant.formats import FORMATS
 from quads.quant.recipes import QuantSpec
 
 
@@ -30,6 +31,10 @@ def check_settings(spec: QuantSpec, rollout: RolloutSettings, routed_experts: bo
             "engine = 'vllm' has no fp8 that matches the learner's; use rollout.engine = 'native' or another "
             "quant.rollout"
         )
+    served = FORMATS[spec.format].kernels
+    if device.type == "cuda" and spec.rollout != "bf16" and spec.rollout not in served:
+        what = f"{spec.rollout} in {spec.format}: on a GPU it has kernels for {', '.join(served) or 'nothing'}"
+        raise UserError(f"engine = 'vllm' does not serve {what}; use rollout.engine = 'native', which runs everything")
     if rollout.kernel != "auto":
         raise UserError(
             f"[rollout] kernel = {rollout.kernel!r} is of the native engine; leave it \"auto\" with engine = 'vllm', "

@@ -50,8 +50,8 @@ class EngineState:
         described = describe_kernel(kernel, spec.precision, spec.format, device)
         if kernel == "reference" and device.type == "cuda" and spec.precision != "bf16":
             raise UserError(
-                f"quantization 'quads': no GPU kernel serves {spec.precision} in vLLM; use w4a16, w4a4 or "
-                "w4a4_residual, or rollout.engine = 'native', whose reference path runs everything"
+                f"quantization 'quads': no GPU kernel serves {spec.precision} in {spec.format}; use w4a16, w4a4 or "
+                "w4a4_residual in nvfp4, or rollout.engine = 'native', whose reference path runs everything"
             )
         word = spec.precision if spec.format == "nvfp4" else f"{spec.precision} in {spec.format}"
         self._decisions[name] = f"{word}, {described}" if spec.precision != "bf16" else UNQUANTIZED
