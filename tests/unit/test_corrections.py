@@ -1,0 +1,141 @@
+"""Each correction of the loss against its identity, and against numbers worked out by hand."""
+
+import math
+
+import torch
+from torch import Tensor
+
+from quads.rl.corrections import (
+    acr_surrogate,
+    centering_coefficients,
+    dual_clip,
+    effective_sample_share,
+    importance_weights,
+    log_weights,
+    response_sums,
+    second_moment,
+    tbpo_surrogate,
+)
+
+SEQUENCE = torch.tensor([0, 0, 0, 1, 1, 2])
+TRAINED = torch.tensor([True, True, True, True, False, True])
+MISMATCH = torch.tensor([0.1, -0.4, 1.5, -2.0, 7.0, 0.0])
+
+
+def ppo(ratio: Tensor, advantages: Tensor, low: float, high: float) -> Tensor:
+    return torch.minimum(ratio * advantages, ratio.clamp(1 - low, 1 + high) * advantages)
+
+
+def test_log_weights_of_tokens_responses_and_means() -> None:
+    close = torch.testing.assert_close
+    close(log_weights(MISMATCH, SEQUENCE, TRAINED, "token"), torch.tensor([0.1, -0.4, 1.5, -2.0, 0.0, 0.0]))
+    close(log_weights(MISMATCH, SEQUENCE, TRAINED, "sequence"), torch.tensor([1.2, 1.2, 1.2, -2.0, 0.0, 0.0]))
+    close(log_weights(MISMATCH, SEQUENCE, TRAINED, "geometric"), torch.tensor([0.4, 0.4, 0.4, -2.0, 0.0, 0.0]))
+
+
+def test_a_response_of_one_token_has_the_token_s_weight() -> None:
+    one_each, trained = torch.arange(6), torch.ones(6, dtype=torch.bool)
+    token = log_weights(MISMATCH, one_each, trained, "token")
+    assert torch.equal(log_weights(MISMATCH, one_each, trained, "sequence"), token)
+    assert torch.equal(log_weights(MISMATCH, one_each, trained, "geometric"), token)
+
+
+def test_log_weights_are_bounded() -> None:
+    far = torch.tensor([300.0, -300.0])
+    assert log_weights(far, torch.tensor([0, 1]), torch.ones(2, dtype=torch.bool), "token").tolist() == [20.0, -20.0]
+
+
+def test_truncated_and_masked_weights_by_hand() -> None:
+    logs, trained = torch.tensor([0.5, 2.0, 3.0, 0.25, 1.0]).log(), torch.ones(5, dtype=torch.bool)
+    close = torch.testing.assert_close
+    close(importance_weights(logs, trained, "tis", 2.0), torch.tensor([0.5, 2.0, 2.0, 0.25, 1.0]))
+    close(importance_weights(logs, trained, "mis", 2.5), torch.tensor([0.5, 2.0, 0.0, 0.0, 1.0]))
+    close(importance_weights(logs, trained, "none", 2.0), torch.ones(5))
+    close(importance_weights(logs, trained, "mis", math.inf), logs.exp())
+
+
+def test_ais_corrects_nothing_where_all_weights_are_one_and_more_where_few_count() -> None:
+    trained = torch.ones(4, dtype=torch.bool)
+    assert torch.equal(importance_weights(torch.zeros(4), trained, "ais", 2.0), torch.ones(4))
+    logs = torch.tensor([1.0, 1.0, 1.0, 9.0]).log()  # ESS / N = 144 / (4 * 84) = 3 / 7
+    share = 1 - 3 / 7
+    torch.testing.assert_close(
+        importance_weights(logs, trained, "ais", 2.0), torch.tensor([1.0, 1.0, 1.0, 1 - share + share * 2])
+    )
+
+
+def test_effective_sample_share_and_second_moment() -> None:
+    trained = torch.ones(4, dtype=torch.bool)
+    assert effective_sample_share(torch.full((4,), 3.0), trained).item() == 1.0
+    assert math.isclose(
+        effective_sample_share(torch.tensor([1.0, 1.0, 1.0, 9.0]).log(), trained).item(), 3 / 7, rel_tol=1e-6
+    )
+    assert effective_sample_share(torch.zeros(4), torch.zeros(4, dtype=torch.bool)).item() == 1.0
+    assert math.isclose(second_moment(MISMATCH, TRAINED).item(), (0.01 + 0.16 + 2.25 + 4.0) / 5, rel_tol=1e-6)
+    assert second_moment(MISMATCH, torch.zeros(6, dtype=torch.bool)).item() == 0.0
+
+
+def test_acr_with_weight_one_is_ppo() -> None:
+    ratio = torch.tensor([0.5, 0.9, 1.1, 1.6, 1.6, 0.5])
+    advantages = torch.tensor([1.0, 1.0, 1.0, 1.0, -1.0, -1.0])
+    assert torch.equal(
+        acr_surrogate(ratio, advantages, torch.ones(6), 2.0, 0.2, 0.27), ppo(ratio, advantages, 0.2, 0.27)
+    )
+
+
+def test_acr_lets_a_token_rise_further_that_the_rollout_overrated() -> None:
+    ratio, advantages, weights = torch.tensor([2.0]), torch.tensor([1.0]), torch.tensor([0.5])
+    # (1 + 0.2) / 0.5 = 2.4 is the bound, so 2.0 is not clipped: r R A = 1. At 3.0 it is: r * 2.4 = 1.2.
+    assert acr_surrogate(ratio, advantages, weights, 2.0, 0.2, 0.2).item() == 1.0
+    assert math.isclose(acr_surrogate(ratio * 1.5, advantages, weights, 2.0, 0.2, 0.2).item(), 1.2, rel_tol=1e-6)
+    # r > 1 is capped and leaves the bound at 1 + high.
+    assert math.isclose(acr_surrogate(ratio, advantages, weights * 8, 3.0, 0.2, 0.2).item(), 3.6, rel_tol=1e-6)
+
+
+def test_tbpo_in_the_band_is_gspo_with_its_gradient() -> None:
+    logs = torch.tensor([0.1, -0.2, 0.4, 0.05, 0.0, -0.1], requires_grad=True)
+    advantages = torch.tensor([1.0, 1.0, 1.0, -2.0, -2.0, 0.5])
+    surrogate, dropped = tbpo_surrogate(logs, advantages, SEQUENCE, TRAINED, 0.2, 0.28)
+    assert not dropped.any()
+    mean = [math.exp(0.1), math.exp(0.05), math.exp(-0.1)]
+    expected = torch.tensor([mean[s] for s in SEQUENCE.tolist()]) * advantages
+    torch.testing.assert_close(surrogate.detach(), expected)
+    (surrogate * TRAINED).sum().backward()
+    # Every token of the first response gets d(3 s A)/dlog = s A * (3 tokens / 3), the untrained one nothing.
+    wanted = torch.tensor([mean[0], mean[0], mean[0], -2 * mean[1], 0.0, 0.5 * mean[2]])
+    torch.testing.assert_close(logs.grad, wanted)
+
+
+def test_tbpo_drops_responses_outside_the_band() -> None:
+    logs = torch.tensor([0.5, 0.5, 0.5, -0.4, 9.0, 0.0])
+    surrogate, dropped = tbpo_surrogate(logs, torch.ones(6), SEQUENCE, TRAINED, 0.2, 0.28)
+    assert dropped.tolist() == [True, True, True, True, True, False]
+    assert surrogate.tolist() == [0.0, 0.0, 0.0, 0.0, 0.0, 1.0]
+
+
+def test_dual_clip_bounds_negative_advantages_alone() -> None:
+    surrogate, advantages = torch.tensor([-9.0, -2.0, 4.0]), torch.tensor([-1.0, -1.0, 1.0])
+    assert dual_clip(surrogate, advantages, 3.0).tolist() == [-3.0, -2.0, 4.0]
+    assert dual_clip(surrogate, advantages, 0.0) is surrogate
+
+
+def test_centering_by_hand() -> None:
+    q, p = torch.tensor([[0.5, 0.3]]), torch.tensor([[0.4, 0.4]])
+    torch.testing.assert_close(centering_coefficients(p, q, None), torch.tensor([[0.1, -0.1]]))
+    assert centering_coefficients(q, q, 2.0).abs().max() < 1e-7
+    # With the exact importance weight nothing is left to center; truncation leaves 2 q - p where p > 2 q.
+    assert centering_coefficients(p, q, 1e9).abs().max() < 1e-7
+    got = centering_coefficients(torch.tensor([[0.6, 0.2]]), torch.tensor([[0.2, 0.6]]), 2.0)
+    torch.testing.assert_close(got, torch.tensor([[0.4 - 0.6, 0.2 - 0.2]]))
+
+
+def test_centering_of_all_tokens_makes_the_expected_score_zero() -> None:
+    """Over the whole vocabulary, with w = 1: E_q[score] - sum_H coefficient * score = E_p[score] = 0."""
+    p, q = torch.randn(3, 11).softmax(-1), torch.randn(3, 11).softmax(-1)
+    coefficients = centering_coefficients(p, q, None)
+    torch.testing.assert_close(q - coefficients, p, atol=1e-6, rtol=1e-5)
+
+
+def test_sums_over_responses() -> None:
+    assert response_sums(torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0, 6.0]), SEQUENCE).tolist() == [6, 6, 6, 9, 9, 6]
+    assert response_sums(torch.zeros(0), torch.zeros(0, dtype=torch.int64)).tolist() == []
