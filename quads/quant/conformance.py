@@ -8,11 +8,12 @@ FILE is a JSON list of cases, of one of two kinds, told apart by their fields:
               own amax
     residual  shape [T, K], ratio, selection, x_bits, mask, main_bits, residual_bits: rows of activations (residual.py)
 
-`format` is one of formats.py, NVFP4 where it is absent, and `mode` a scale rule of it. `*_bits` are fp32 bit patterns
-(of 1.0 where a format has no global scale), `block_scale` and `packed` bytes, `mask` 0 or 1 a channel and row. `name`
-is optional. NaN equals NaN; everything else must match in every bit. Prints `N cases, M mismatches` for each backend
-that ran, and names every mismatch and every format that is not known, whose cases did not run. Exit code 0: all ran
-and none differs; 1: not so; 2: the file or the backend cannot be had, or no format of the file is known.
+`format` is one of formats.py, NVFP4 where it is absent, and `mode` a scale rule of it; of NVFP4 with four-over-six the
+end of the rule, mse or mae, is `select`. HiF4 has its second and third scales in `level2` and `level3`. `*_bits` are
+fp32 bit patterns (of 1.0 where a format has no global scale), `block_scale` and `packed` bytes, `mask` 0 or 1 a channel
+and row. `name` is optional. NaN equals NaN; everything else must match in every bit. Prints `N cases, M mismatches` for
+each backend that ran, and names every mismatch and every format that is not known, whose cases did not run. Exit code
+0: all ran and none differs; 1: not so; 2: the file or the backend cannot be had, or no format of the file is known.
 """
 
 import argparse
@@ -51,10 +52,24 @@ def load_cases(path: str | Path) -> list[Case]:
     if not isinstance(cases, list) or not cases:
         raise UserError(f"{path} must hold a JSON list of cases, at least one; a case has {', '.join(WEIGHT_FIELDS)}")
     for index, case in enumerate(cases):
+        _join(case)
         problem = _problem(case)
         if problem:
             raise UserError(f"{path}, case {index}: {problem}")
     return cases
+
+
+def _join(case: Any) -> None:
+    """Fields that files of one format have apart, as all others have them: in `mode` and in `block_scale`."""
+    if not isinstance(case, dict):
+        return
+    if "select" in case:
+        case["mode"] = f"{case['mode']}+{case.pop('select')}"
+    level2, level3 = case.pop("level2", None), case.pop("level3", None)
+    if level2 is not None and level3 is not None:
+        pairs = [level3[i : i + 2] for i in range(0, len(level3), 2)]
+        blocks = zip(case["block_scale"], level2, pairs, strict=False)
+        case["block_scale"] = [byte for one, two, three in blocks for byte in (one, two, *three)]
 
 
 def _problem(case: Any) -> str:
