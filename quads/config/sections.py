@@ -44,11 +44,13 @@ class QuantSettings:
     """[quant]: one word, `recipe`, sets both sides; the other keys override it."""
 
     recipe: Literal["bf16", "fp8", "naive", "qat", "symmetric", "quads"] = key("quads", "precision of both sides")
-    format: Literal["nvfp4", "mxfp4"] = key("nvfp4", "the 4-bit format: what 4 stands for in a recipe or precision")
-    learner_weights: Literal["", "bf16", "fp8", "nvfp4", "mxfp4"] = key(
+    format: Literal["nvfp4", "mxfp4", "hif4"] = key(
+        "nvfp4", "the 4-bit format: what 4 stands for in a recipe or precision"
+    )
+    learner_weights: Literal["", "bf16", "fp8", "nvfp4", "mxfp4", "hif4"] = key(
         "", "weights in the learner's forward (default: the recipe)"
     )
-    learner_activations: Literal["", "bf16", "fp8", "nvfp4", "mxfp4"] = key(
+    learner_activations: Literal["", "bf16", "fp8", "nvfp4", "mxfp4", "hif4"] = key(
         "", "activations in the learner's forward (default: the recipe)"
     )
     rollout: Literal["", "bf16", "fp8", "w4a16", "w16a4", "w4a4", "w4a4_residual"] = key(

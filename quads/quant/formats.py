@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from quads.errors import UserError
-from quads.quant import device, fp8, mxfp4, nvfp4
+from quads.quant import device, fp8, hif4, mxfp4, nvfp4
 
 Scales = tuple[Tensor, Tensor]
 Pack = Callable[[Tensor, str, Scales | None, bool], tuple[Tensor, Tensor]]
@@ -100,6 +100,10 @@ FORMATS = {
         Format(
             "mxfp4", 4, mxfp4.BLOCK, (16, 1), torch.uint8, ("floor", "even", "ceil"),
             mxfp4.pack, mxfp4.unpack, mxfp4.qdq_rows,
+        ),
+        Format(
+            "hif4", 4, hif4.BLOCK, (32, 4), torch.uint8, ("half_away",),
+            hif4.pack, hif4.unpack, hif4.qdq_rows,
         ),
     )
 }  # fmt: skip
