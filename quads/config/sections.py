@@ -44,13 +44,13 @@ class QuantSettings:
     """[quant]: one word, `recipe`, sets both sides; the other keys override it."""
 
     recipe: Literal["bf16", "fp8", "naive", "qat", "symmetric", "quads"] = key("quads", "precision of both sides")
-    format: Literal["nvfp4", "mxfp4", "hif4"] = key(
+    format: Literal["nvfp4", "nvfp4_46", "mxfp4", "hif4"] = key(
         "nvfp4", "the 4-bit format: what 4 stands for in a recipe or precision"
     )
-    learner_weights: Literal["", "bf16", "fp8", "nvfp4", "mxfp4", "hif4"] = key(
+    learner_weights: Literal["", "bf16", "fp8", "nvfp4", "nvfp4_46", "mxfp4", "hif4"] = key(
         "", "weights in the learner's forward (default: the recipe)"
     )
-    learner_activations: Literal["", "bf16", "fp8", "nvfp4", "mxfp4", "hif4"] = key(
+    learner_activations: Literal["", "bf16", "fp8", "nvfp4", "nvfp4_46", "mxfp4", "hif4"] = key(
         "", "activations in the learner's forward (default: the recipe)"
     )
     rollout: Literal["", "bf16", "fp8", "w4a16", "w16a4", "w4a4", "w4a4_residual"] = key(
@@ -63,11 +63,16 @@ class QuantSettings:
         ("w13",), "matrix inputs that get a residual pass"
     )
     residual_ratio: float = key(0.5, "fraction of channels in the residual pass", low=0.0, high=1.0)
-    residual_selection: Literal["batch", "block", "token"] = key(
+    residual_selection: Literal["batch", "block", "token", "2:4", "all"] = key(
         "batch",
-        "how residual channels are chosen: one set per forward, whole blocks of the format, or one set per token",
+        "how residual channels are chosen: one set per forward, whole blocks of the format, one set per token, two of "
+        "each four neighbours, or all of them (whatever residual_ratio says)",
     )
     global_scale: Literal["pow2", "amax"] = key("pow2", "NVFP4 global scale: power of two, or 2688 / amax")
+    four_over_six: Literal["none", "mse", "mae"] = key(
+        "none",
+        "NVFP4 blocks map their maximum to 4 where that errs less than 6, by squares or absolutely (2512.02010)",
+    )
     scale_rule: str = key("", "how the format chooses the scale of a block (default: the format's own rule)")
     all_gather: Literal["auto", "bf16", "packed"] = key(
         "auto",

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from quads.errors import UserError
-from quads.quant import device, fp8, hif4, mxfp4, nvfp4
+from quads.quant import device, four_over_six, fp8, hif4, mxfp4, nvfp4
 
 Scales = tuple[Tensor, Tensor]
 Pack = Callable[[Tensor, str, Scales | None, bool], tuple[Tensor, Tensor]]
@@ -62,9 +62,14 @@ class Format:
     @property
     def choices(self) -> tuple[str, ...]:
         """The words that [quant] scale_rule may take beside "", the default."""
-        if "pow2" not in self.rules:
+        if not self.has_global_choice:
             return self.rules
         return tuple(dict.fromkeys(rule.partition("+")[2] for rule in self.rules if "+" in rule))
+
+    @property
+    def has_global_choice(self) -> bool:
+        """Whether [quant] global_scale is about this format: its rules begin with "pow2" or "amax"."""
+        return any(rule.startswith("pow2") for rule in self.rules)
 
     def row_bytes(self, num_columns: int) -> int:
         """Bytes of a packed row of K columns: the codes of all blocks, then their scales."""
@@ -105,6 +110,12 @@ FORMATS = {
             "hif4", 4, hif4.BLOCK, (32, 4), torch.uint8, ("half_away",),
             hif4.pack, hif4.unpack, hif4.qdq_rows,
         ),
+        Format(
+            "nvfp4_46", 4, nvfp4.BLOCK, (8, 1), torch.float8_e4m3fn,
+            ("pow2+mse", "pow2+mae", "amax+mse", "amax+mae"),
+            four_over_six.pack, four_over_six.unpack, four_over_six.qdq_rows, four_over_six.global_scale,
+            note="; activations have one power-of-two scale a token",
+        ),
     )
 }  # fmt: skip
 FOUR_BITS = tuple(name for name, format in FORMATS.items() if format.bits == 4)  # the words of [quant] format
@@ -122,10 +133,11 @@ def find_rule(name: str, global_scale: str, scale_rule: str = "") -> str:
     format = find_format(name)
     if scale_rule and scale_rule not in format.choices:
         instead = f"use {', '.join(format.choices)}" if format.choices else 'leave it ""'
-        hint = "; the choice of its global scale is [quant] global_scale" if "pow2" in format.rules else ""
+        hint = "; the choice of its global scale is [quant] global_scale" if format.has_global_choice else ""
         raise UserError(f"[quant] scale_rule = {scale_rule!r} is none of {name}; {instead}{hint}")
-    if "pow2" not in format.rules:
+    if not format.has_global_choice:
         return scale_rule or format.rules[0]
+    scale_rule = scale_rule or next(iter(format.choices), "")
     return f"{global_scale}+{scale_rule}" if scale_rule else global_scale
 
 

@@ -18,7 +18,7 @@ from typing import Literal, NamedTuple
 from quads.config.sections import QuantSettings
 from quads.errors import UserError
 from quads.quant.formats import FORMATS, FOUR_BITS, find_rule
-from quads.quant.residual import Selection
+from quads.quant.residual import SELECTIONS, Selection
 from quads.quant.sites import SITES, TARGETS, is_targeted
 
 AllGather = Literal["auto", "bf16", "packed"]
@@ -115,17 +115,18 @@ def resolve(quant: QuantSettings) -> QuantSpec:
     if quant.recipe not in RECIPES:
         raise UserError(f"[quant] recipe = {quant.recipe!r} does not exist; use one of {', '.join(RECIPES)}")
     weights, activations, rollout = RECIPES[quant.recipe]
+    format, scale_rule = _with_four_over_six(quant)
     spec = QuantSpec(
-        learner_weights=quant.learner_weights or four(weights, quant.format),
-        learner_activations=quant.learner_activations or four(activations, quant.format),
+        learner_weights=quant.learner_weights or four(weights, format),
+        learner_activations=quant.learner_activations or four(activations, format),
         rollout=quant.rollout or rollout,
         targets=tuple(quant.targets),
         residual_sites=tuple(quant.residual_sites),
-        ratio=quant.residual_ratio,
+        ratio=1.0 if quant.residual_selection == "all" else quant.residual_ratio,
         selection=quant.residual_selection,  # pyright: ignore[reportArgumentType]  # checked below
         global_scale=quant.global_scale,
-        format=quant.format,
-        scale_rule=quant.scale_rule,
+        format=format,
+        scale_rule=scale_rule,
     )
     _check("format", (spec.format,), FOUR_BITS)
     _check("learner_weights", (spec.learner_weights,), ("bf16", *FORMATS))
@@ -133,20 +134,37 @@ def resolve(quant: QuantSettings) -> QuantSpec:
     _check("rollout", (spec.rollout,), tuple(PRECISIONS))
     _check("targets", spec.targets, TARGETS)
     _check("residual_sites", spec.residual_sites, tuple(SITES))
-    _check("residual_selection", (spec.selection,), ("batch", "block", "token"))
+    _check("residual_selection", (spec.selection,), SELECTIONS)
     _check("global_scale", (spec.global_scale,), ("pow2", "amax"))
     find_rule(spec.format, spec.global_scale, spec.scale_rule)
     if not 0 <= spec.ratio <= 1:
         raise UserError(f"[quant] residual_ratio = {spec.ratio} is outside [0, 1]; it is a fraction of the channels")
+    if spec.selection == "2:4" and spec.ratio != 0.5:
+        raise UserError(
+            f'[quant] residual_selection = "2:4" keeps half of the channels; residual_ratio = {spec.ratio} must be 0.5'
+        )
     _check_global_scale(spec)
     _check_targets(spec)
     return spec
 
 
+def _with_four_over_six(quant: QuantSettings) -> tuple[str, str]:
+    """(format, scale rule) with [quant] four_over_six, which is a format of its own in `FORMATS`: NVFP4's bytes under
+    other rules, which no kernel quantizes activations by."""
+    if quant.four_over_six == "none":
+        return quant.format, quant.scale_rule
+    if quant.format not in ("nvfp4", "nvfp4_46") or quant.scale_rule not in ("", quant.four_over_six):
+        raise UserError(
+            f"[quant] four_over_six = {quant.four_over_six!r} is a rule of nvfp4; with format = {quant.format!r} and "
+            f'scale_rule = {quant.scale_rule!r} leave it "none"'
+        )
+    return "nvfp4_46", quant.four_over_six
+
+
 def _check_global_scale(spec: QuantSpec) -> None:
     """global_scale = "amax" where no format in use has such a scale would be without effect."""
     used = spec.formats()
-    if spec.global_scale == "amax" and used and not any("amax" in FORMATS[name].rules for name in used):
+    if spec.global_scale == "amax" and used and not any(FORMATS[name].has_global_choice for name in used):
         raise UserError(
             f"[quant] global_scale = 'amax' is of formats with a shared scale, which {', '.join(used)} has not; "
             'leave it "pow2", or choose among its own rules with scale_rule'

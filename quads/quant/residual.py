@@ -13,7 +13,9 @@ difference needs more bits than bf16 has, so adding them up first would round aw
     "block"   the same in whole blocks of the format, floor(ratio * K / 16) of 16 channels in NVFP4 (K padded to whole
               blocks): what a tensor core can skip. The score of a block is the sum of its channels' scores
     "token"   each row ranks its own channels, so a row does not depend on its batch mates
-    "2:4"     the two of each four neighbouring channels of a row that lose most (ratio 0.5): a reference, no recipe yet
+    "2:4"     the two of each four neighbouring channels of a row that lose most (ratio 0.5), as Rollout-ResQ has it
+              (2607.26515): what sparse tensor cores can skip
+    "all"     every channel: nothing to rank, no dependence on batch mates, the smallest error (ratio 1)
 
 Scores are computed in float64: squares of fp32 values are exact there and the sum does not depend on the order of the
 rows in any way that matters. Elements of R that are not finite (their block is NaN in Q_A(X) already) score 0.
@@ -31,7 +33,8 @@ from torch import Tensor
 from quads.quant import nvfp4
 from quads.quant.formats import FORMATS
 
-Selection = Literal["batch", "block", "token", "2:4"]
+Selection = Literal["batch", "block", "token", "2:4", "all"]
+SELECTIONS = ("batch", "block", "token", "2:4", "all")
 
 
 class PackedPair(NamedTuple):
@@ -39,14 +42,14 @@ class PackedPair(NamedTuple):
 
     main: tuple[Tensor, Tensor, Tensor]  # packed uint8 [T, 8 B], block scales float8_e4m3fn [T, B], g fp32 [T, 1]
     residual: tuple[Tensor, Tensor, Tensor]  # the same for Q_A(R)
-    mask: Tensor  # bool [K] ("batch", "block") or [T, K] ("token")
+    mask: Tensor  # bool [K] ("batch", "block") or [T, K]
 
 
 def channel_scores(residual_TK: Tensor, selection: Selection, live_T: Tensor | None = None) -> Tensor:
     """float64 scores of the channels: [K] for "batch" and "block" (rows with live_T False left out), [T, K] for
-    "token" and "2:4"."""
+    "token", "2:4" and "all"."""
     squares_TK = torch.nan_to_num(residual_TK.double().square(), nan=0.0, posinf=0.0)
-    if selection in ("token", "2:4"):
+    if selection in ("token", "2:4", "all"):
         return squares_TK
     if live_T is not None:
         squares_TK = torch.where(live_T.unsqueeze(-1), squares_TK, 0.0)
@@ -57,6 +60,8 @@ def select_channels(scores: Tensor, ratio: float, selection: Selection, block: i
     """bool mask shaped like `scores` [..., K], True for the kept channels. ratio in [0, 1]: 0 keeps none, 1 keeps
     all. block: that of the format."""
     num_channels = scores.shape[-1]
+    if selection == "all":
+        return torch.ones_like(scores, dtype=torch.bool)
     if selection == "block":
         blocks = F.pad(scores, (0, -num_channels % block)).unflatten(-1, (-1, block)).sum(-1)
         kept = _top(blocks, math.floor(ratio * blocks.shape[-1]))

@@ -42,17 +42,24 @@ def test_weight_quantized_in_place(shape, swiglu, mode):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("selection", ["batch", "block", "token"])
+@pytest.mark.parametrize("selection", ["batch", "block", "token", "2:4", "all"])
 @pytest.mark.parametrize(("rows", "k"), [(1, 16), (7, 48), (64, 2064), (300, 2048), (1500, 768), (33, 4096)])
 def test_activation_quantizer(rows, k, selection, dtype):
-    for ratio in (0.5, 0.1, 1.0):
+    for ratio in (0.5,) if selection in ("2:4", "all") else (0.5, 0.1, 1.0):
         check.check_activation_quantizer(rows, k, selection, ratio, "cuda", dtype)
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("rows", [1, 5, 16, 40, 200, 700])
 def test_linear(rows, precision):
-    for n, k, selection in ((130, 16, "batch"), (40, 144, "token"), (512, 2048, "batch"), (2048, 4096, "block")):
+    for n, k, selection in (
+        (130, 16, "batch"),
+        (40, 144, "token"),
+        (512, 2048, "2:4"),
+        (512, 2048, "batch"),
+        (2048, 4096, "block"),
+        (2048, 4096, "all"),
+    ):
         check.check_linear(rows, n, k, precision, selection, "cuda")
 
 
@@ -101,7 +108,7 @@ def large_layer(tokens: int, seed: int = 0):
 def test_repeated_launches_give_the_same_bits(tokens, precision):
     """A compiler race (see triton/gemm.py) shows up as bits that move between launches, never in one comparison."""
     x, w13, w2, ids, gates = large_layer(tokens)
-    for selection in ("batch", "token"):
+    for selection in ("batch", "token", "2:4", "all"):
         first = kernels.moe(x, w13, w2, ids, gates, precision, ("w13", "w2"), 0.5, selection)
         assert first.isfinite().all()
         for _ in range(12):

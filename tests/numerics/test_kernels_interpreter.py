@@ -54,11 +54,13 @@ if INTERPRETED:
             (12, 128, "batch", 0.3),
             (9, 80, "token", 1.0),
             (6, 96, "batch", 0.0),
+            (5, 144, "2:4", 0.5),
+            (4, 272, "all", 1.0),
         ],
     )
     def test_activation_quantizer(rows, k, selection, ratio):
         check.check_activation_quantizer(rows, k, selection, ratio, "cpu")
-        if selection != "token" and k % 16 == 0:
+        if k % 16 == 0:
             check.check_activation_quantizer(rows, k, selection, ratio, "cpu", torch.bfloat16)
 
     def test_channels_of_many_rows():
@@ -82,7 +84,13 @@ if INTERPRETED:
     def test_linear(precision, path):
         if path == "native_fp4" and precision == "w4a16":
             pytest.skip("16-bit activations have no FP4 path")
-        for rows, n, k, selection in ((1, 130, 16, "batch"), (5, 40, 144, "token"), (19, 16, 48, "block")):
+        for rows, n, k, selection in (
+            (1, 130, 16, "batch"),
+            (5, 40, 144, "token"),
+            (19, 16, 48, "block"),
+            (3, 24, 160, "2:4"),
+            (3, 24, 160, "all"),
+        ):
             check.check_linear(rows, n, k, precision, selection, "cpu", path)
 
     @pytest.mark.parametrize(

@@ -74,7 +74,7 @@ BUDGETS = {
     "config": 1150,
     "run": 1100,
     "model": 2150,
-    "quant": 2500,
+    "quant": 2900,  # a format is about 100 lines
     "quant/triton": 3300,
     "rollout": 350,
     "rollout/native": 900,
@@ -89,7 +89,7 @@ BUDGETS = {
     "lab/smollm2": 600,
 }
 CORE = ("config", "run", "model", "quant", "rollout", "rollout/native", "rl")
-CORE_BUDGET = 9000
+CORE_BUDGET = 9900  # 9000 with NVFP4, FP8 and MXFP4; each further format is a module that nobody has to read
 FILE_BUDGET = 300
 LONG = {"config/sections.py": 350}  # one table of all keys
 

@@ -131,3 +131,27 @@ def test_two_of_four():
     assert mask.int().tolist() == [[0, 1, 1, 0, 1, 1, 0, 0, 1, 1]]
     with pytest.raises(ValueError, match="half"):
         residual.select_channels(scores, 0.25, "2:4")
+
+
+def test_all_keeps_every_channel_and_asks_nobody():
+    x = rows()
+    main, kept = residual.compensate(x, 0.5, "all")
+    assert torch.equal(main, nvfp4.qdq_rows(x)) and torch.equal(kept, nvfp4.qdq_rows(main - x))
+    alone = torch.cat([residual.compensate(row, 0.5, "all")[1] for row in x.split(1)])
+    assert torch.equal(kept, alone)
+
+
+def test_two_of_four_by_hand():
+    scores = torch.tensor([[1.0, 3.0, 2.0, 2.0, 0.0, 0.0, 0.0, 5.0, 4.0, 9.0]])
+    mask = residual.select_channels(scores, 0.5, "2:4")
+    # Of equal ones the lower channel; a tail of two keeps both, its padding none.
+    assert mask.int().tolist() == [[0, 1, 1, 0, 1, 0, 0, 1, 1, 1]]
+
+
+def test_errors_fall_from_batch_over_two_of_four_to_token_and_all():
+    x = torch.randn(64, 256, generator=torch.Generator().manual_seed(0))
+    errors = {}
+    for selection in ("batch", "2:4", "token", "all"):
+        main, kept = residual.compensate(x, 0.5, selection)
+        errors[selection] = float((main - kept - x).norm())
+    assert errors["batch"] > errors["2:4"] > errors["token"] > errors["all"]

@@ -17,6 +17,7 @@ from quads.quant.triton.math import (
     start_next,
     store_values,
     tile_columns,
+    two_of_four,
     values,
     wait_for_previous,
 )
@@ -67,7 +68,8 @@ def rows_kernel(
     ASM: tl.constexpr,
 ):
     """One row of activations per program: Q_A(x), and Q_A(R) with RESIDUAL "mask" (mask_ptr uint8 [K] given), "token"
-    (the row's own `keep` channels; written to mask_ptr [T, K] when CODES), "scored" (values of all channels, and their
+    (the row's own `keep` channels), "2:4" (two of each four neighbours) or "all", the last three written to mask_ptr
+    [T, K] when CODES; "scored" (values of all channels, and their
     scores to partial_ptr: the others are cleared once the scores are ranked, `clear_kernel`) or "none".
 
     CODES: packed codes [T, width/2] and scale bytes [T, width/16]. Otherwise bfloat16 values [T, width] in the GEMM's
@@ -133,6 +135,11 @@ def rows_kernel(
         if RESIDUAL == "token":
             key = abs_bits(r)
             kept = keep_top(tl.where(key >= INF_BITS, 0, key), column, keep, 30, INDEX_BITS, STORED)
+        elif RESIDUAL == "2:4":
+            key = abs_bits(r)
+            kept = two_of_four(tl.where(key >= INF_BITS, 0, key), KP, STORED)
+        elif RESIDUAL == "all":
+            kept = column < K
         elif RESIDUAL == "scored":
             kept = column < K
             store_scores(partial_ptr + row * KP, live_ptr + row, r, column, HAS_LIVE)
@@ -145,7 +152,7 @@ def rows_kernel(
             packed = pack_tile(magnitude, byte, r, KP // 16)
             tl.store(residual_ptr + row * (width // 2) + pair, packed, mask=pair < width // 2)
             tl.store(residual_byte_ptr + row * (width // 16) + block, byte.to(tl.uint8), mask=block < width // 16)
-            if RESIDUAL == "token":
+            if RESIDUAL == "token" or RESIDUAL == "2:4" or RESIDUAL == "all":
                 tl.store(mask_ptr + row * K + column, kept.to(tl.uint8), mask=column < K)
         else:
             kept_values = tl.where(kept, values(magnitude, scale, r), 0.0)

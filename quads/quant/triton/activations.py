@@ -46,6 +46,8 @@ def row_warps(rows: int, kp: int, by_token: bool = False) -> int:
 
 def budget(k: int, compensation: Compensation) -> int:
     """How many channels (or blocks of 16, for "block") are kept."""
+    if compensation.selection == "all":
+        return k
     units = -(-k // 16) if compensation.selection == "block" else k
     return math.floor(compensation.ratio * units)
 
@@ -107,13 +109,13 @@ def quantize_activations(
         return Operand(data, scale, block_scale, False), None
     mask, mode, partial = None, "none", None
     if compensation is not None:
-        mode = "token" if compensation.selection == "token" else "mask"
+        mode = compensation.selection if compensation.selection in ("token", "2:4", "all") else "mask"
         if mode == "mask" and rows <= SCORED_ROWS and not (codes or stored or fold or slots):
             mode, partial = "scored", torch.empty(rows, kp, dtype=torch.float64, device=device)
         elif mode == "mask":
             mask = select(x_RK, k, budget(k, compensation), compensation.selection == "block", live_R, stored)
         elif codes:
-            mask = torch.empty(rows, k, dtype=torch.uint8, device=device)
+            mask = torch.empty(rows, k, dtype=torch.uint8, device=device)  # each row chooses its own: written there
     _launch_rows(
         x_RK,
         k,

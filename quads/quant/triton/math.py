@@ -179,6 +179,23 @@ def keep_top(key, index, keep, TOP_BIT: tl.constexpr, INDEX_BITS: tl.constexpr, 
 
 
 @triton.jit
+def two_of_four(key, KP: tl.constexpr, STORED: tl.constexpr):
+    """True at the two largest keys (int >= 0) of each four neighbouring columns of a row tile, of equal ones at the
+    lower column. The four lie along one axis: of [KP/16, 16] in natural order, of [KP/128, 16, 8] in the GEMM's, where
+    the 16 are (column % 4, column // 4 % 4)."""
+    OUTER: tl.constexpr = KP // 128 if STORED else KP // 4
+    INNER: tl.constexpr = 32 if STORED else 1
+    fours = tl.reshape(key, (OUTER, 4, INNER))
+    mine = tl.expand_dims(fours, 2)
+    theirs = tl.expand_dims(fours, 1)
+    index = tl.arange(0, 4)
+    before = (index[None, :] < index[:, None])[None, :, :, None]
+    beaten = (theirs > mine) | ((theirs == mine) & before)
+    rank = tl.sum(beaten.to(tl.int32), axis=2)
+    return tl.reshape(rank < 2, key.shape)
+
+
+@triton.jit
 def stored_column(position):
     """The column at a position of a row in the GEMM's order (layout.activation_order)."""
     p = position % 128
