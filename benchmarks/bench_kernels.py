@@ -28,6 +28,8 @@ VARIANTS = {
     "w4a4": ("w4a4", "batch"),
     "+res batch": ("w4a4_residual", "batch"),
     "+res token": ("w4a4_residual", "token"),
+    "+res 2:4": ("w4a4_residual", "2:4"),
+    "+res all": ("w4a4_residual", "all"),
 }
 
 
