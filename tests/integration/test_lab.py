@@ -12,7 +12,7 @@ from quads.lab import channels, decompose, drift, gap, layers, ratio
 from quads.lab.capture import capture
 from quads.lab.decode import decode, decoded_inputs
 from quads.lab.policies import evaluate, gap_statistics, learner, rollout
-from quads.lab.report.build import report
+from quads.lab.report import build as report
 from quads.lab.subject import Subject, build_subject, subject_parser
 from tests.helpers import REPOSITORY, assert_close, run_command
 
