@@ -13,9 +13,10 @@ import resource
 import time
 
 from quads.config.sections import RewardSettings
-from quads.errors import UserError
 from quads.rl.rewards.code import submit_program
 from quads.rl.rewards.code_tests import CodeTests
+from quads.rl.rewards.pool import program_limits
+from quads.sandbox.isolation import NoIsolation, find_isolation
 from quads.sandbox.pool import Sandbox
 
 ADD = "```python\na, b = map(int, input().split())\nprint(a + b)\n```"
@@ -31,7 +32,7 @@ def main() -> None:
     print(f"{platform.machine()}, Linux {platform.release()}, Python {platform.python_version()}")
     print(f"{options.programs} programs of {options.tests} tests")
     print(f"{'mechanism':<12} {'workers':>7} {'programs/s':>11} {'tests/s':>9} {'CPU ms a program':>17}")
-    for mechanism in ("none", "landlock", "bubblewrap", "namespaces"):
+    for mechanism in ("none", "landlock", "namespaces"):
         for workers in map(int, options.workers.split(",")):
             measure(mechanism, workers, [ADD] * options.programs, options.tests, "")
     looping = [LOOP if i % 10 == 0 else ADD for i in range(options.programs // 4)]
@@ -39,11 +40,11 @@ def main() -> None:
 
 
 def measure(mechanism: str, workers: int, programs: list[str], num_tests: int, note: str) -> None:
-    settings = RewardSettings(sandbox=mechanism, workers=workers, code_time_s=1.0)
+    settings = RewardSettings(code_time_s=1.0)
     try:
-        sandbox = Sandbox(settings)
-    except UserError as error:
-        print(f"{mechanism:<12} {workers:>7}  {error}")
+        sandbox = Sandbox(find_isolation(mechanism), program_limits(settings), settings.code_total_s, workers)
+    except NoIsolation as reason:
+        print(f"{mechanism:<12} {workers:>7}  {reason}")
         return
     tests = CodeTests("", ("3 4\n",) * num_tests, ("7\n",) * num_tests)
     try:

@@ -201,7 +201,7 @@ class RewardSettings:
         above=0.0,
         high=3600.0,
     )
-    sandbox: Literal["auto", "namespaces", "bubblewrap", "landlock", "none"] = key(
+    sandbox: Literal["auto", "namespaces", "landlock", "none"] = key(
         "auto", "isolation of generated programs: auto takes the first that works; none runs them with limits only"
     )
     code_time_s: float = key(6.0, "seconds one test of a program may take", above=0.0, high=3600.0)

@@ -19,8 +19,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
 
-from quads.errors import UserError
-
 T = TypeVar("T")
 U = TypeVar("U")
 HEADER = struct.Struct("<Q")
@@ -28,7 +26,7 @@ START_S = 120.0  # a helper that is not ready by then will never be
 REPOSITORY = str(Path(__file__).resolve().parents[2])
 
 
-class HelperError(UserError):
+class HelperError(Exception):
     """A helper process could not start; the message says what it printed last."""
 
 
@@ -38,10 +36,11 @@ class Helper:
     Args:
         command: program and arguments; it must send an empty frame when it is ready.
         environment: the whole environment of the process.
+        end_s: how long it may take to end by itself once its stdin is closed, before it is killed.
     """
 
-    def __init__(self, command: list[str], environment: dict[str, str]):
-        self.command, self.environment = command, environment
+    def __init__(self, command: list[str], environment: dict[str, str], end_s: float = 0.0):
+        self.command, self.environment, self.end_s = command, environment, end_s
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
@@ -75,6 +74,10 @@ class Helper:
         process, self._process = self._process, None
         if process is None:
             return
+        if self.end_s and process.stdin:
+            process.stdin.close()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(self.end_s)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)  # start_new_session made it a group leader
         process.wait()
@@ -174,15 +177,17 @@ class HelperPool:
         return result, time.monotonic() - started
 
 
-def then(future: "Future[T]", change: Callable[[T], U]) -> "Future[U]":
-    """A future of `change(result)`; errors and cancellation pass on."""
+def then(
+    future: "Future[T]", change: Callable[[T], U], error: Callable[[BaseException], BaseException] = lambda error: error
+) -> "Future[U]":
+    """A future of `change(result)`; errors, as `error` makes them, and cancellation pass on."""
     changed: Future[U] = Future()
 
     def done(finished: "Future[T]") -> None:
         if finished.cancelled():
             changed.cancel()
-        elif error := finished.exception():
-            changed.set_exception(error)
+        elif failed := finished.exception():
+            changed.set_exception(error(failed))
         else:
             try:
                 changed.set_result(change(finished.result()))

@@ -31,6 +31,7 @@ CAPABILITY_VERSION_3 = 0x20080522
 
 # Landlock's rights over files are bits: 0 execute, 1 write, 2 read, 3 list, 4 and 5 remove, 6 to 12 make (character
 # device, folder, file, socket, fifo, block device, link), 13 refer (since ABI 2), 14 truncate (3), 15 ioctl (5).
+LANDLOCK_MINIMUM = 3  # Linux 6.2; before, any file that can be read can be truncated
 LANDLOCK_SINCE = {1: 0b1111111111111, 2: 1 << 13, 3: 1 << 14, 5: 1 << 15}
 LANDLOCK_READ, LANDLOCK_LIST, LANDLOCK_FILE, LANDLOCK_DEVICE = 0b1100, 0b1000, 0b111, 0b110
 LANDLOCK_BOX = 1 << 14 | 0b0000110111110  # files and folders, no devices, sockets, fifos or links
@@ -112,12 +113,16 @@ def landlock_version() -> int:
 
 
 def landlock(readable: list[str], listable: list[str], box: str) -> None:
-    """From here on this process reaches files only below these paths, and can write only below `box`.
+    """From here on this process reaches files only below these paths, and can write only below `box`, "" for nowhere.
 
     readable: folders and files that can be read (devices also written); listable: folders whose names can be read.
     Needs no_new_privs. Where the kernel knows how, TCP and signals to processes outside are refused as well.
     """
     version = landlock_version()
+    if version < LANDLOCK_MINIMUM:
+        raise OSError(
+            f"Landlock of version {LANDLOCK_MINIMUM} (Linux 6.2) is needed, this kernel has {version or 'none'}"
+        )
     handled = sum(rights for since, rights in LANDLOCK_SINCE.items() if version >= since)
     network = 0b11 if version >= 4 else 0  # TCP bind and connect
     scoped = 0b11 if version >= 6 else 0  # abstract sockets, signals
@@ -137,7 +142,8 @@ def landlock(readable: list[str], listable: list[str], box: str) -> None:
                 _landlock_rule(ruleset, path, LANDLOCK_DEVICE)
         for path in listable:
             _landlock_rule(ruleset, path, LANDLOCK_LIST)
-        _landlock_rule(ruleset, box, handled & LANDLOCK_BOX)
+        if box:
+            _landlock_rule(ruleset, box, handled & LANDLOCK_BOX)
         _syscall(SYS_LANDLOCK_RESTRICT, "landlock_restrict_self", ctypes.c_int(ruleset), ctypes.c_uint(0))
     finally:
         os.close(ruleset)

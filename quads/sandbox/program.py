@@ -8,23 +8,16 @@ import atexit
 import builtins
 import json
 import os
-import resource
 import site
 import sys
 import threading
 import traceback
 import types
-from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from quads.sandbox import linux as linux
-from quads.sandbox import seccomp as seccomp
+from quads.sandbox.confinement import Confinement, Limits, confine
 
-NOBODY = 65534
-BOX = "/box"  # the program's folder in a root of its own
 RESULT_FD = 3  # where the value of a called function goes, apart from what the program prints
-STACK_BYTES = 64 << 20
-OPEN_FILES = 64
 
 # Names that LiveCodeBench and the function-call data sets take for granted in front of a solution.
 PRELUDE = """
@@ -45,71 +38,19 @@ pow = __builtins__["pow"] if isinstance(__builtins__, dict) else __builtins__.po
 """
 
 
-@dataclass(frozen=True)
-class Limits:
-    """What one program may use. Times in seconds, sizes in bytes."""
+def become_program(job: dict[str, Any], index: int, limits: Limits, confinement: Confinement, box: str) -> NoReturn:
+    """Confine this process and run test `index` of the job in it. stdin, stdout and stderr are 0, 1, 2 already.
 
-    time_s: float  # wall-clock time of one test; CPU time is limited to the next whole second above
-    memory: int  # address space
-    output: int  # of stdout in one test
-    disk: int  # of its folder, and of each file
-    threads: int
-
-
-@dataclass(frozen=True)
-class Confinement:
-    """How the server confines programs. mechanism: namespaces, bubblewrap, landlock or none."""
-
-    mechanism: str
-    box: str  # the program's folder
-    readable: tuple[str, ...]  # for Landlock: what can be read besides,
-    listable: tuple[str, ...]  # and where names of files can be
-    drop_uid: bool  # become nobody: the namespace maps it
-
-
-def become_program(job: dict[str, Any], index: int, limits: Limits, confinement: Confinement) -> NoReturn:
-    """Confine this process and run test `index` of the job in it. stdin, stdout and stderr are 0, 1, 2 already."""
+    box: the program's own empty folder.
+    """
     code = 1
     try:
-        _confine(limits, confinement)
+        confine(limits, confinement, box)
         code = _run(job, index)
     except BaseException:
         _complain()
     finally:
         os._exit(code)
-
-
-def _confine(limits: Limits, confinement: Confinement) -> None:
-    os.chdir(confinement.box)
-    cpu_s = int(limits.time_s) + 1
-    # The server and its supervisors count too where they share the program's user.
-    processes = limits.threads + (0 if confinement.drop_uid else 4)
-    for kind, value in (
-        (resource.RLIMIT_AS, limits.memory),
-        (resource.RLIMIT_CPU, cpu_s),
-        (resource.RLIMIT_FSIZE, limits.disk),
-        (resource.RLIMIT_NOFILE, OPEN_FILES),
-        (resource.RLIMIT_CORE, 0),
-        (resource.RLIMIT_MEMLOCK, 0),
-        (resource.RLIMIT_MSGQUEUE, 0),
-    ):
-        resource.setrlimit(kind, (value, value))
-    if confinement.mechanism == "namespaces":  # elsewhere the count includes all that the user runs
-        resource.setrlimit(resource.RLIMIT_NPROC, (processes, processes))
-    _, hard = resource.getrlimit(resource.RLIMIT_STACK)
-    stack = STACK_BYTES if hard == resource.RLIM_INFINITY else min(STACK_BYTES, hard)
-    resource.setrlimit(resource.RLIMIT_STACK, (stack, stack))
-    if confinement.mechanism == "none":
-        return
-    if confinement.drop_uid:
-        os.setgroups([])
-        os.setresgid(NOBODY, NOBODY, NOBODY)
-        os.setresuid(NOBODY, NOBODY, NOBODY)
-    linux.prctl(linux.PR_SET_NO_NEW_PRIVS, 1)
-    linux.drop_capabilities()
-    if confinement.mechanism == "landlock":
-        linux.landlock(list(confinement.readable), list(confinement.listable), confinement.box)
-    seccomp.restrict(os.getpid(), alone=confinement.mechanism == "namespaces")
 
 
 def _run(job: dict[str, Any], index: int) -> int:

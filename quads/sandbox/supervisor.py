@@ -15,37 +15,47 @@ import os
 import select
 import signal
 import struct
+import tempfile
 import time
-from pathlib import Path
 from typing import Any
 
 from quads.sandbox import linux as linux
-from quads.sandbox.program import BOX, NOBODY, RESULT_FD, Confinement, Limits, become_program
+from quads.sandbox.boxes import disk_use, remove
+from quads.sandbox.confinement import BOX, NOBODY, Confinement, Limits
+from quads.sandbox.program import RESULT_FD, become_program
+from quads.sandbox.watch import kill_children
 
 FRAME = struct.Struct("<Q")
 HEAD = struct.Struct("<I")
 STDERR_BYTES = 2000
+LOOK_S = 0.05  # how often the clock and, where a folder has no size of its own, the disk is looked at
+LOOK_AT_DISK_S = 0.01
 
 
-def supervise(limits: Limits, confinement: Confinement) -> None:
-    """Run the tests of one job, sending a frame after each; after a frame the trainer says whether to go on."""
+def supervise(limits: Limits, confinement: Confinement, folder: str) -> None:
+    """Run the tests of one job, sending a frame after each; after a frame the trainer says whether to go on.
+
+    folder: where each program gets a folder of its own, unless it can have a file system of its own.
+    """
     (size,) = FRAME.unpack(_read(0, FRAME.size))
     job = json.loads(_read(0, size))
     number = len(job["inputs"])
     for index in range(number):
-        _fresh_box(limits, confinement, first=index == 0)
-        report, output = _run_test(job, index, limits, confinement)
+        box = BOX if confinement.alone else tempfile.mkdtemp(dir=folder)
+        if confinement.alone:
+            _fresh_memory(limits, confinement, first=index == 0)
+        report, output = _run_test(job, index, limits, confinement, box)
+        if not confinement.alone:
+            remove(box)
         head = json.dumps(report).encode()
         write_all(1, FRAME.pack(HEAD.size + len(head) + len(output)) + HEAD.pack(len(head)) + head + output)
         if index + 1 < number and _read(0, 1) != b"+":
             break
-    if confinement.mechanism != "namespaces":
-        _empty(confinement.box)
     write_all(1, FRAME.pack(0))
 
 
 def _run_test(
-    job: dict[str, Any], index: int, limits: Limits, confinement: Confinement
+    job: dict[str, Any], index: int, limits: Limits, confinement: Confinement, box: str
 ) -> tuple[dict[str, Any], bytes]:
     """-> (what happened, stdout or the JSON of the returned value)."""
     stdin, stdout, stderr, result = (os.pipe() for _ in range(4))
@@ -58,13 +68,13 @@ def _run_test(
             # Pipes were made after 0 to 2 were taken, so no source is below its target except result's own.
             os.dup2(source, target)
         os.closerange(RESULT_FD + 1, 1 << 20)
-        become_program(job, index, limits, confinement)
+        become_program(job, index, limits, confinement, box)
     for fd in (stdin[0], stdout[1], stderr[1], result[1]):
         os.close(fd)
     for fd in ours:
         os.set_blocking(fd, False)
     text = b"" if job["function"] else job["inputs"][index].encode("utf-8", "surrogateescape")
-    kept, verdict = _attend(pid, text, ours, started + limits.time_s, limits, confinement)
+    kept, verdict = _attend(pid, text, ours, started + limits.time_s, limits, "" if confinement.alone else box)
     seconds = time.monotonic() - started
     usage = _end(pid, confinement)
     for fd in ours[1:]:
@@ -86,9 +96,12 @@ def _run_test(
 
 
 def _attend(
-    pid: int, text: bytes, fds: tuple[int, ...], deadline: float, limits: Limits, confinement: Confinement
+    pid: int, text: bytes, fds: tuple[int, ...], deadline: float, limits: Limits, box: str
 ) -> tuple[dict[int, bytearray], str]:
-    """Feed stdin and collect output until the program ends or breaks a limit -> (bytes by descriptor, broken limit)."""
+    """Feed stdin and collect output until the program ends or breaks a limit -> (bytes by descriptor, broken limit).
+
+    box: the folder whose size is to be watched; "" for none.
+    """
     stdin, *outputs = fds
     kept = {fd: bytearray() for fd in outputs}
     ended = os.pidfd_open(pid)
@@ -106,7 +119,7 @@ def _attend(
             if left <= 0:
                 verdict = "time"
                 break
-            events = dict(poller.poll(min(left, 0.05) * 1000))
+            events = dict(poller.poll(min(left, LOOK_AT_DISK_S if box else LOOK_S) * 1000))
             if stdin in events:
                 view = _feed(stdin, view)
                 if not view:
@@ -119,7 +132,7 @@ def _attend(
                 del kept[outputs[1]][: -2 * STDERR_BYTES]
             if max(len(kept[outputs[0]]), len(kept[outputs[2]])) > limits.output:
                 verdict = "output"
-            elif confinement.mechanism != "namespaces" and _disk_use(confinement.box) > limits.disk:
+            elif box and disk_use(box, pid) > limits.disk:
                 verdict = "disk"
             if ended in events:
                 break
@@ -162,75 +175,22 @@ def _end(pid: int, confinement: Confinement) -> tuple[int, int, Any]:
     """Kill the program and whatever it left, and wait for all of it -> the program's (pid, status, usage)."""
     os.kill(pid, signal.SIGKILL)  # not yet waited for, so the number is still its own
     with contextlib.suppress(ProcessLookupError):
-        if confinement.mechanism == "namespaces":
+        if confinement.alone:
             os.kill(-1, signal.SIGKILL)  # all of this process namespace but us
         else:
             os.killpg(pid, signal.SIGKILL)
     usage = os.wait4(pid, 0)
-    while True:  # orphans: only without isolation can there be any
-        try:
-            child, _ = os.waitpid(-1, os.WNOHANG)
-        except ChildProcessError:
-            return usage
-        if child == 0:
-            for orphan in _children():
-                os.kill(orphan, signal.SIGKILL)
-            time.sleep(0.001)
+    kill_children()  # orphans: only without isolation can there be any
+    return usage
 
 
-def _children() -> list[int]:
-    me = os.getpid()
-    try:
-        return [int(word) for word in Path(f"/proc/{me}/task/{me}/children").read_text().split()]
-    except OSError:
-        return []
-
-
-def _fresh_box(limits: Limits, confinement: Confinement, first: bool) -> None:
-    """An empty folder for the next test."""
-    if confinement.mechanism != "namespaces":
-        _empty(confinement.box)
-        return
+def _fresh_memory(limits: Limits, confinement: Confinement, first: bool) -> None:
+    """An empty file system in memory for the next test."""
     if not first:
         linux.detach(BOX)
     owner = NOBODY if confinement.drop_uid else 0
     options = f"mode=700,size={limits.disk},nr_inodes=4096,uid={owner},gid={owner}"
     linux.mount("tmpfs", BOX, "tmpfs", linux.MS_NOSUID | linux.MS_NODEV, options)
-
-
-def _empty(folder: str) -> None:
-    """Remove everything in a folder, however deep; walks by name so that no path gets too long."""
-    here = os.getcwd()
-    os.chdir(folder)
-    above: list[str] = []
-    while True:
-        below = ""
-        with os.scandir(".") as entries:
-            for entry in entries:
-                if entry.is_dir(follow_symlinks=False):
-                    below = entry.name
-                else:
-                    os.unlink(entry.name)
-        if below:
-            os.chmod(below, 0o700)
-            os.chdir(below)
-            above.append(below)
-        elif above:
-            os.chdir("..")
-            os.rmdir(above.pop())
-        else:
-            break
-    os.chdir(here)
-
-
-def _disk_use(folder: str) -> int:
-    """Bytes of the files in a folder, at least a page each. There are no folders in it (seccomp.py)."""
-    total = 0
-    with os.scandir(folder) as entries:
-        for entry in entries:
-            with contextlib.suppress(OSError):  # it may have been removed by now
-                total += max(4096, entry.stat(follow_symlinks=False).st_size)
-    return total
 
 
 def _read(fd: int, size: int) -> bytes:

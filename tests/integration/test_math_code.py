@@ -98,7 +98,7 @@ def test_the_example_passes_a_dry_run(capsys: pytest.CaptureFixture[str], monkey
     train.main(["--config", "examples/math_code.toml", "--dry-run"])
     printed = capsys.readouterr().out
     assert "math: train 49 prompts; left out: 8 held out for the test" in printed
-    assert re.search("generated programs run in a sandbox: (namespaces|bubblewrap|landlock)\n", printed)
+    assert re.search("generated programs run in a sandbox: (namespaces|landlock)\n", printed)
 
 
 def test_without_isolation_a_run_says_so(capsys: pytest.CaptureFixture[str], monkeypatch) -> None:

@@ -14,7 +14,11 @@ from quads.config.sections import RewardSettings
 from quads.errors import UserError
 from quads.rl.rewards.code import submit_program
 from quads.rl.rewards.code_tests import CodeTests, parse_tests
-from quads.sandbox.pool import Job, Sandbox
+from quads.rl.rewards.pool import isolation
+from quads.sandbox import isolation as isolation_module
+from quads.sandbox.confinement import Limits
+from quads.sandbox.isolation import MECHANISMS, NoIsolation, find_isolation
+from quads.sandbox.pool import Job, Outcome, Sandbox
 from tests.integration.hostile_programs import HONEST, HOSTILE
 
 TIME_S = 1.0
@@ -22,33 +26,35 @@ TIME_S = 1.0
 SLACK_S = 4.0
 
 
-def _settings(mechanism: str) -> RewardSettings:
-    return RewardSettings(
-        workers=2,
-        sandbox=mechanism,
-        code_time_s=TIME_S,
-        code_total_s=2.5,
-        code_memory_mib=256,
-        code_output_mib=0.5,
-        code_disk_mib=4,
-        code_threads=8,
-    )
+LIMITS = Limits(time_s=TIME_S, memory=256 << 20, output=1 << 19, disk=4 << 20, threads=8)
 
 
-@pytest.fixture(scope="module", params=["namespaces", "bubblewrap", "landlock"])
+def make(mechanism: str) -> Sandbox:
+    return Sandbox(mechanism, LIMITS, total_s=2.5, workers=2)
+
+
+@pytest.fixture(scope="module", params=MECHANISMS)
 def sandbox(request: pytest.FixtureRequest) -> Iterator[Sandbox]:
     try:
-        sandbox = Sandbox(_settings(request.param))
-    except UserError as error:
-        pytest.skip(str(error))
+        sandbox = make(find_isolation(request.param))
+    except NoIsolation as reason:
+        pytest.skip(str(reason))
     yield sandbox
     sandbox.close()
 
 
 def test_some_mechanism_works_here() -> None:
-    sandbox = Sandbox(_settings("auto"))
-    assert sandbox.mechanism in ("namespaces", "bubblewrap", "landlock")
-    sandbox.close()
+    assert find_isolation("auto") in MECHANISMS
+
+
+def test_the_probe_sees_what_gets_through() -> None:
+    """Without isolation nearly every row does."""
+    through = isolation_module._try("none").removeprefix("a test run got through: ").split()
+    rows = set(
+        "read write make list truncate chmod utime remove lock inet datagram fork kill owner nice affinity scheduler "
+        "limits allocate memory death_signal".split()
+    )
+    assert rows <= set(through), through
 
 
 def test_hostile_programs_beside_honest_ones(sandbox: Sandbox, tmp_path: Path) -> None:
@@ -89,15 +95,26 @@ def test_hostile_programs_beside_honest_ones(sandbox: Sandbox, tmp_path: Path) -
     assert canary.read_text() == secret
     assert sorted(path.name for path in outside.iterdir()) == ["canary"]
     assert not Path("/dev/shm/quads-hostile").exists()
-    assert bool(sandbox._boxes) == (sandbox.mechanism == "landlock")  # the others write to a memory of their own
-    assert all(os.listdir(box) == [] for box in sandbox._boxes)
-    # Idle servers are all that is left (bwrap is two processes above its server).
-    idle = 2 if sandbox.mechanism == "bubblewrap" else 0
-    assert _wait_for(lambda: all(_descendants(server) == idle for server in _servers())), _servers()
+    assert bool(sandbox._folder) == (sandbox.mechanism == "landlock")  # the other writes to a memory of its own
+    assert [os.listdir(box) for box in Path(sandbox._folder or outside).glob("tmp*")].count([]) == (
+        len(_servers()) if sandbox._folder else 0
+    )
+    # Idle servers are all that is left.
+    assert _servers() and _wait_for(lambda: all(_descendants(server) == 0 for server in _servers())), _servers()
 
 
 def _submit(sandbox: Sandbox, program: str, stdin: str, expected: str):
     return submit_program(sandbox, CodeTests("", (stdin,), (expected,)), f"```python\n{program}\n```")
+
+
+def outcomes(sandbox: Sandbox, code: str, inputs: tuple[str, ...] = ("",)) -> list[Outcome]:
+    run, _ = sandbox.submit(Job(code, inputs), lambda *_: True).result(timeout=30)
+    assert run is not None, "the server broke"
+    return run[0]
+
+
+def outcome(sandbox: Sandbox, code: str) -> Outcome:
+    return outcomes(sandbox, code)[0]
 
 
 def _teller(secret: str, abstract: str = "") -> tuple[socket.socket, list[object]]:
@@ -137,7 +154,7 @@ def _servers() -> list[int]:
     found = []
     for task in Path("/proc/self/task").iterdir():
         for pid in map(int, (task / "children").read_text().split()):
-            if b"sandbox_server" in Path(f"/proc/{pid}/cmdline").read_bytes():
+            if b"quads.sandbox.server" in Path(f"/proc/{pid}/cmdline").read_bytes():
                 found.append(pid)
     return found
 
@@ -152,9 +169,8 @@ def _wait_for(condition) -> bool:
 
 
 def test_limits_of_a_program(sandbox: Sandbox) -> None:
-    def verdict(code: str, stdin: str = "") -> str:
-        (outcomes, _), _ = sandbox.submit(Job(code, (stdin,)), lambda *_: True).result(timeout=30)
-        return outcomes[0].verdict
+    def verdict(code: str) -> str:
+        return outcome(sandbox, code).verdict
 
     assert verdict("print(1)") == "ok"
     assert verdict("raise ValueError") == "failed"
@@ -169,9 +185,8 @@ def test_two_programs_share_nothing(sandbox: Sandbox) -> None:
     leave = "import builtins, os, sys\nopen('left', 'w').write('x')\nos.link('left', 'b')\nbuiltins.left = sys.left = 1"
     look = "import builtins, os, sys\nprint(os.listdir('.'), hasattr(builtins, 'left'), hasattr(sys, 'left'))"
     for _ in range(3):  # more often than there are servers
-        sandbox.submit(Job(leave, ("", "")), lambda *_: True).result(timeout=30)
-        (outcomes, _), _ = sandbox.submit(Job(look, ("", "")), lambda *_: True).result(timeout=30)
-        assert [outcome.output for outcome in outcomes] == [b"[] False False\n"] * 2
+        outcomes(sandbox, leave, ("", ""))
+        assert [found.output for found in outcomes(sandbox, look, ("", ""))] == [b"[] False False\n"] * 2
 
 
 def test_clean_environment(sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -184,8 +199,7 @@ for fd in range(4, 1024):  # 3 is for the value of a called function
     except OSError: pass
 print(os.environ.get('QUADS_TOKEN'), open_fds)
 """
-    (outcomes, _), _ = sandbox.submit(Job(code, ("",)), lambda *_: True).result(timeout=30)
-    assert outcomes[0].output == b"None []\n"
+    assert outcome(sandbox, code).output == b"None []\n"
 
 
 CALLS = {
@@ -234,13 +248,13 @@ def test_total_time_ends_a_slow_program(sandbox: Sandbox) -> None:
 
 
 def test_refusal_without_isolation(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Sandbox, "_try", lambda self, mechanism: "not permitted")
+    monkeypatch.setattr(isolation_module, "_try", lambda mechanism: "not permitted")
     with pytest.raises(UserError, match=r"cannot be isolated.*namespaces: not permitted.*sandbox = \"none\""):
-        Sandbox(_settings("auto"))
+        isolation(RewardSettings())
 
 
 def test_none_runs_with_limits_only() -> None:
-    sandbox = Sandbox(_settings("none"))
+    sandbox = make("none")
     try:
         for program, reward in (("print(int(input()) ** 2)", 1.0), ("while True: pass", 0.0)):
             assert _submit(sandbox, program, "7\n", "49\n").result(timeout=30).reward == reward

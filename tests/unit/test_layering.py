@@ -38,9 +38,6 @@ EXCEPTIONS = {
     ("rollout/vllm/setup.py", "joins"): "likewise",
     ("quant/rollout.py", "quant/triton"): "which layers serve a kernel",
     ("quant/weights.py", "quant/triton"): "weights are quantized by kernels on a GPU",
-    ("sandbox/helpers.py", "base"): "its error is the user's",
-    ("sandbox/pool.py", "base"): "its error is the user's",
-    ("sandbox/pool.py", "config"): "limits",
 }
 # Imports inside functions: what is heavy, optional, or would tie a room to one that most runs do not need.
 LATE = {

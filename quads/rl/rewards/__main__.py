@@ -22,7 +22,7 @@ from quads.data.sources import read_jsonl
 from quads.errors import UserError, main_guard
 from quads.rl.rewards.pool import RewardPool
 from quads.rl.rewards.reward import Reward
-from quads.sandbox.pool import MECHANISMS
+from quads.sandbox.isolation import MECHANISMS
 from quads.types import Example
 
 SOURCE = "rows"

@@ -17,6 +17,8 @@ from quads.rl.rewards.function import Function
 from quads.rl.rewards.judges import Judge, JudgePool
 from quads.rl.rewards.reward import Graders, Reward
 from quads.rl.rewards.weighted import Weighted
+from quads.sandbox.confinement import Limits
+from quads.sandbox.isolation import NoIsolation, find_isolation
 from quads.sandbox.pool import Sandbox
 from quads.types import Example, Verdict
 
@@ -85,6 +87,28 @@ def reward_class(word: str) -> type[Reward]:
     return getattr(importlib.import_module(f"quads.rl.rewards.{word}"), word.capitalize())
 
 
+def isolation(settings: RewardSettings) -> str:
+    """The mechanism that confines programs and answers here. UserError if there is none."""
+    try:
+        return find_isolation(settings.sandbox)
+    except NoIsolation as reason:
+        raise UserError(
+            f"generated programs and answers cannot be isolated here ({reason}). Allow user namespaces or Landlock, or "
+            'set [reward] sandbox = "none" to run them with limits only, on a machine that may be harmed'
+        ) from None
+
+
+def program_limits(settings: RewardSettings) -> Limits:
+    """What one generated program may use."""
+    return Limits(
+        time_s=settings.code_time_s,
+        memory=settings.code_memory_mib << 20,
+        output=int(settings.code_output_mib * (1 << 20)),
+        disk=settings.code_disk_mib << 20,
+        threads=settings.code_threads,
+    )
+
+
 class _Processes:
     """`Graders`: a pool of judges for each module, and one of sandboxes."""
 
@@ -106,7 +130,8 @@ class _Processes:
     @property
     def sandbox(self) -> Sandbox:
         if self._sandbox is None:
-            self._sandbox = Sandbox(self.settings)
+            s = self.settings
+            self._sandbox = Sandbox(isolation(s), program_limits(s), s.code_total_s, s.workers)
         return self._sandbox
 
     def check(self) -> str:
