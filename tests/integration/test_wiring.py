@@ -84,6 +84,9 @@ ELSEWHERE = {
     "quant.learner_weights": "tests/unit/test_quant_recipes.py",
     "quant.learner_activations": "tests/unit/test_quant_recipes.py",
     "quant.rollout": "tests/unit/test_quant_recipes.py",
+    "quant.format": "tests/integration/parallel_learner_checks.py",
+    "quant.scale_rule": "tests/unit/test_quant_mxfp4.py::test_config_words",
+    "quant.four_over_six": "tests/unit/test_quant_four_over_six.py::test_one_key_sets_the_format_and_its_rule",
     "quant.all_gather": "tests/integration/test_parallel.py",
     "checkpoint.resume": "tests/integration/test_train_resume.py::test_a_resumed_run_equals_the_straight_one",
     "checkpoint.async_save": "tests/integration/test_train_recipes.py::test_options_of_the_loop",
@@ -113,7 +116,7 @@ def run(config: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Simp
 
         def note_request(self: NativeEngine, prompts: Any, n: int, sampling: Any, seeds: Any, **_: Any) -> None:
             slots = self.decoder.cache.k.shape[1]
-            seen.generated.append(SimpleNamespace(prompts=prompts, n=n, sampling=sampling, slots=slots))
+            seen.generated.append(SimpleNamespace(prompts=prompts, n=n, sampling=sampling, slots=slots, seeds=seeds))
 
         def note_update(self: Learner, microbatches: Any, denominator: float) -> None:
             seen.updates.append(
@@ -186,7 +189,7 @@ PLACES: dict[str, Callable[[SimpleNamespace], tuple[Any, Any]]] = {
     "rl.old_logprobs": lambda r: (all(loss.old is not None for loss in r.losses), True),
     "rl.tis_clip": lambda r: ({loss.config.tis_clip for loss in r.losses}, {1.25}),
     "rl.kl_coef": lambda r: ({(loss.config.kl_coef, loss.ref is None) for loss in r.losses}, {(0.015, False)}),
-    "rl.truncated": lambda r: (r.updates[0].denominator < counted_tokens(r), True),
+    "rl.truncated": lambda r: (r.updates[0].denominator, trained_tokens(r)),
     "rl.routing_replay": lambda r: (all(all(call.routed) for call in r.updates), True),
     "rollout.max_batch": lambda r: ({call.slots for call in r.generated}, {11}),
     "rollout.max_prompt_tokens": lambda r: (r.engines[0]._max_len, 7 + 5),
@@ -221,10 +224,19 @@ def all_powers_of_two(g: torch.Tensor) -> bool:
     return bool((torch.frexp(g).mantissa == 0.5).all())
 
 
-def counted_tokens(run: SimpleNamespace) -> float:
-    """Response tokens of the first mini-batch, had no response been left out for its length."""
-    first = [json.loads(line) for line in (run.out / "samples.jsonl").read_text().splitlines()][:3]
-    return sum(response["tokens"] for row in first for response in row["responses"])
+def trained_tokens(run: SimpleNamespace) -> float:
+    """Response tokens of the first mini-batch that count: of responses that ended, in groups whose rewards differ."""
+    total = 0
+    for row in [json.loads(line) for line in (run.out / "samples.jsonl").read_text().splitlines()][:3]:
+        ended = [response for response in row["responses"] if response["finish"] == "stop"]
+        if len({response["reward"] for response in ended}) > 1:
+            total += sum(response["tokens"] for response in ended)
+    return total
+
+
+def test_no_two_requests_of_a_run_share_a_seed(run: SimpleNamespace) -> None:
+    seeds = [seed for call in run.generated for seed in call.seeds]
+    assert len(seeds) == len(set(seeds)) == 5 * 6 * 4 + 2 * 5 * 3
 
 
 @pytest.mark.parametrize("key", PLACES)
@@ -293,7 +305,11 @@ def test_truncation_of_a_fake_engine_is_counted_and_worth_nothing(
     samples = [json.loads(line) for line in (tmp_path / "run" / "samples.jsonl").read_text().splitlines()]
     responses = [response for sample in samples for response in sample["responses"]]
     assert all(r["reward"] == 0.0 for r in responses if r["finish"] == "length")
-    assert row["reward/mean"] == pytest.approx(sum(r["reward"] for r in responses) / len(responses))
+    rewards_PG = torch.tensor([[r["reward"] for r in sample["responses"]] for sample in samples])
+    assert row["reward/mean"] == pytest.approx(float(rewards_PG.mean()))
+    assert row["reward/std"] == pytest.approx(float(rewards_PG.std()))
+    alike_P = (rewards_PG == rewards_PG[:, :1]).all(dim=1)
+    assert row["group/zero_std_frac"] == pytest.approx(float(alike_P.float().mean())) and not alike_P.all()
     assert row["response/length_mean"] == pytest.approx(sum(r["tokens"] for r in responses) / len(responses))
 
 
