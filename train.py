@@ -56,7 +56,8 @@ def train(cfg: Config, parts: Parts, world: Distributed) -> None:
     parts.sync(state.policy_version)
     if state.step >= cfg.train.steps:
         world.print(f"all {cfg.train.steps} steps are done already; raise train.steps to go on")
-    with StopRequest() as stop:
+    healthy = True
+    with StopRequest() as stop, checkpointer.naming_the_last():
         while state.step < cfg.train.steps and not stop.requested:
             step = state.step + 1
             metrics, state = train_step(cfg, parts, world, state, log)
@@ -64,15 +65,22 @@ def train(cfg: Config, parts: Parts, world: Distributed) -> None:
                 if cfg.eval.every and (step % cfg.eval.every == 0 or step == cfg.train.steps):
                     metrics |= eval_metrics(parts.evaluate(step))
             log.write(step, metrics)
-            if cfg.checkpoint.every and step % cfg.checkpoint.every == 0:
-                checkpointer.save(state, parts.learner)
-        if cfg.checkpoint.final:
-            checkpointer.save(state, parts.learner)
+            healthy = metrics["train/skipped_updates"] == 0
+            checkpointer.offer(state, parts.learner, healthy)
+        checkpointer.offer(state, parts.learner, healthy, last=True)
         checkpointer.wait()
     log.close()
     if world.is_main:
-        plot_runs([out], out / "plots" / "curves.png")
+        draw_curves(out)
     world.print(f"ended at step {state.step} of {cfg.train.steps}; metrics, samples, checkpoints, plots are in {out}")
+
+
+def draw_curves(out: Path) -> None:
+    """The run is over and saved: what goes wrong with its picture is said, and changes nothing."""
+    try:
+        plot_runs([out], out / "plots" / "curves.png")
+    except Exception as error:
+        print(f"the curves were not drawn ({error}); python -m quads.plot {out} draws them", flush=True)
 
 
 def train_step(
@@ -110,7 +118,13 @@ def train_step(
         minibatches = []
         for first in range(0, len(batch), rl.minibatch_prompts):
             samples = [
-                Sample(examples[i].prompt_ids, groups[i][g], float(advantages_PG[i, g]), bool(trained_PG[i, g]))
+                Sample(
+                    examples[i].prompt_ids,
+                    groups[i][g],
+                    float(advantages_PG[i, g]),
+                    trained=bool(trained_PG[i, g]),
+                    counted=bool(counted_PG[i, g]),
+                )
                 for i, p in enumerate(share)
                 if first <= p < first + rl.minibatch_prompts
                 for g in range(rl.group_size)

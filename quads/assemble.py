@@ -46,6 +46,7 @@ from quads.rollout.sync import sync
 from quads.run.checkpoint import find_checkpoint, load_model_weights
 from quads.types import Example, Sampling
 
+FROZEN_ROUTER = "one expert a token with its gate normalized to 1 leaves them no gradient"
 NO_SANDBOX = "generated programs run WITHOUT isolation, as this user ([reward] sandbox = none): limits only"
 
 
@@ -137,6 +138,8 @@ def _build(cfg: Config, world: Distributed, checkpoint: str, rewards: RewardPool
     if isolation:
         world.print(f"generated programs run in a sandbox: {isolation}" if isolation != "none" else NO_SANDBOX)
     world.print(banner(spec, cfg.rollout.engine, cfg.rollout.kernel, device, dtype))
+    if not model_config.router_learns:
+        world.print(f"the routers stay as they are: {FROZEN_ROUTER}")
     estimate = check_run_memory(cfg, model_config, spec, world)
     check_sample_count(cfg, world)
     if cfg.model.path:

@@ -172,6 +172,16 @@ def lowest(number: int) -> int:
     return int(value)
 
 
+def gather_from_all(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
+    """`value` of every process, by rank, on every process: `Distributed.gather_objects` for who has no `Distributed`.
+    group: of all processes, for a thread beside the one that trains."""
+    values: list[Any] = [value]
+    if has_peers():
+        values *= dist.get_world_size()
+        dist.all_gather_object(values, value, group)
+    return values
+
+
 @contextmanager
 def imagined_processes(parallel: ParallelSettings, size: int) -> Iterator[Distributed]:
     """The first of `size` processes that do not exist: meshes as they would be, collectives that do nothing. For

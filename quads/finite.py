@@ -9,6 +9,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from quads.distributed import lowest
 from quads.errors import UserError
 
 
@@ -25,6 +26,17 @@ def require_finite(name: str, tensor: Tensor, where: object) -> None:
             f"{where}: tensor {name} has {bad} values of {tensor.numel()} that are not finite (NaN or infinity); "
             "use an earlier or undamaged copy of the weights"
         )
+
+
+@torch.no_grad()
+def first_not_finite(named: Iterable[tuple[str, Tensor]]) -> str | None:
+    """The first name whose tensor has NaN or infinity once it is cast to bf16, which is what is quantized and shipped.
+    Collective: a process looks at its own shards, all get the same answer. Reads each tensor once, waits once."""
+    names, tensors = zip(*named, strict=True)
+    amaxes_P = torch.stack([amax.float() for amax in largest(getattr(t, "_local_tensor", t) for t in tensors)])
+    bad_P = ~amaxes_P.bfloat16().isfinite()
+    first = lowest(int(torch.where(bad_P.any(), bad_P.int().argmax(), len(names))))
+    return names[first] if first < len(names) else None
 
 
 @torch.no_grad()

@@ -257,7 +257,7 @@ class OptimSettings:
 
     lr: float = key(1e-6, "peak learning rate", low=0.0, high=1e30)
     betas: tuple[float, ...] = key((0.9, 0.95), "decay rates of the two moments", low=0.0, high=1.0, length=2)
-    eps: float = key(1e-15, "added to the root of the second moment", low=0.0, high=1.0)
+    eps: float = key(1e-15, "added to the root of the second moment", above=0.0, high=1.0)
     weight_decay: float = key(0.0, "decoupled weight decay of matrices (never norms)", low=0.0, high=1e6)
     warmup_steps: int = key(0, "steps of linear warm-up", low=0, high=1_000_000_000)
     schedule: Literal["constant", "linear", "cosine"] = key(
@@ -300,7 +300,12 @@ class CheckpointSettings:
         10, "save after every so many steps; 0: only when the run ends or is stopped", low=0, high=1_000_000_000
     )
     final: bool = key(True, "save when the run ends or is stopped; false: only every `every` steps, 0 then never")
-    keep: int = key(2, "newest complete checkpoints kept; 0: all", low=0, high=1_000_000)
+    keep: int = key(
+        2,
+        "newest complete checkpoints kept, and one more until a healthy step has followed; 0: all",
+        low=0,
+        high=1_000_000,
+    )
     resume: str = key("", "checkpoint folder, or `latest` (the flag alone means latest); empty: start afresh")
     async_save: bool = key(False, "write in the background while training goes on")
 

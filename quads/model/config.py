@@ -79,6 +79,11 @@ class ModelConfig:
                 f"model config: {self.top_k} experts per token out of {self.num_experts}; at most all of them"
             )
 
+    @property
+    def router_learns(self) -> bool:
+        """False where the gates do not depend on the router: one expert a token with a gate normalized to 1."""
+        return self.num_experts > 1 and not (self.top_k == 1 and self.norm_topk_prob)
+
     @classmethod
     def from_hf(cls, raw: dict[str, Any], where: str = "config.json") -> "ModelConfig":
         """Reads the fields of a Hugging Face config, checked as config_json.py says. `where` names the file.

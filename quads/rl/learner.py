@@ -1,7 +1,8 @@
 """The learner: fp32 master weights, forwards through quantized weights, one GRPO update a mini-batch.
 
 After every update the targeted weights are quantized once (`requantize`); the packed bytes serve the next forward and
-the rollout alike. A non-finite loss or gradient skips the update, three in a row stop the run. With several processes
+the rollout alike. An update is skipped if its loss or gradient norm is not finite, or the log-probs of more than a
+tenth of its tokens, on either side; three in a row stop the run. With several processes
 each computes the loss of its own responses over the global denominator, and gradients add up.
 """
 
@@ -16,6 +17,7 @@ from quads.config.sections import OptimSettings, RLSettings
 from quads.distributed import Distributed
 from quads.errors import UserError
 from quads.model.attention import PackedContext
+from quads.model.finite_weights import first_broken_weight
 from quads.model.logprobs import token_logprobs
 from quads.model.model import MoEDecoder
 from quads.quant.convert import convert_learner
@@ -27,6 +29,7 @@ from quads.rl.optimizer import build_adamw, clip_gradients, learning_rate, set_l
 from quads.rl.packing import Microbatch
 
 MAX_SKIPPED_IN_A_ROW = 3
+MAX_NONFINITE_SHARE = 0.1  # of response tokens: a stray overflow is masked, more means that the weights are broken
 
 
 @dataclass
@@ -59,6 +62,7 @@ COUNTED = (
     "loss",
     "entropy",
     "entropy_tokens",
+    "finite",  # response tokens with a finite log-prob on both sides
     "routes_repeated",
     "routes",
 )
@@ -122,6 +126,11 @@ class Learner:
         self.loss_config = LossConfig(
             rl.clip_low, rl.clip_high, rl.cumulative_ratio_clip, rl.old_logprobs, rl.tis_clip, rl.kl_coef
         )
+        if not model.config.router_learns:
+            # Its gradient is 0 but for rounding, which Adam with a tiny eps would make full steps of.
+            for name, parameter in model.named_parameters():
+                if name.endswith(".mlp.gate.weight"):
+                    parameter.requires_grad_(False)
         betas = (optim.betas[0], optim.betas[1])
         self.optimizer = build_adamw(model, optim.lr, betas, optim.eps, optim.weight_decay, optim.moments)
         self.updates = 0
@@ -165,7 +174,7 @@ class Learner:
             denominator: of the whole mini-batch, over all processes. 0 if nothing of it is trained on.
 
         Raises:
-            UserError: when the third update in a row had a non-finite loss or gradient.
+            UserError: when the third update in a row was skipped.
         """
         self.optimizer.zero_grad(set_to_none=True)
         denominator = max(denominator, 1.0)
@@ -180,19 +189,20 @@ class Learner:
             if batch.routed_experts_TLA is not None:
                 repeated, routes = routing_agreement(recorded, batch.routed_experts_TLA)
                 sums.add(routes_repeated=repeated, routes=routes)
+            sums.add(finite=(logprobs_N.detach().isfinite() & batch.finite_N).sum())
             learner.append(logprobs_N.detach())
             rollout.append(batch.rollout_logprobs_N)
             finite.append(batch.finite_N)
         norm = float(clip_gradients(self.model.parameters(), self.optim.max_grad_norm, self.world))
         total = sums.read(self.world)
         lr = learning_rate(self.updates, self.optim.lr, self.warmup_updates, self.total_updates, self.optim.schedule)
-        skipped = not (math.isfinite(total["loss"]) and math.isfinite(norm))
-        self._apply(lr, skipped)
+        broken = what_is_broken(total["loss"], norm, 1.0 - total["finite"] / max(total["entropy_tokens"], 1.0))
+        self._apply(lr, broken)
         return UpdateStats(
             loss=total["loss"],
             grad_norm=norm,
             lr=lr,
-            skipped=skipped,
+            skipped=bool(broken),
             tokens=int(total["tokens"]),
             clipped=int(total["clipped"]),
             cumulative_masked=int(total["cumulative_masked"]),
@@ -206,10 +216,10 @@ class Learner:
             routes=int(total["routes"]),
         )
 
-    def _apply(self, lr: float, skipped: bool) -> None:
+    def _apply(self, lr: float, broken: str) -> None:
         """The optimizer step and the quantization that must follow it, or the count of a skipped one."""
         self.updates += 1
-        if not skipped:
+        if not broken:
             set_learning_rate(self.optimizer, lr)
             self.optimizer.step()
             requantize(self.model)
@@ -219,9 +229,11 @@ class Learner:
         self.skipped += 1
         self.skipped_in_a_row += 1
         if self.skipped_in_a_row >= MAX_SKIPPED_IN_A_ROW:
+            weight = first_broken_weight(self.model)
+            advice = "lower optim.lr, or resume" if weight is None else f"weight {weight} is not finite: resume"
             raise UserError(
-                f"loss or gradient was not finite in {MAX_SKIPPED_IN_A_ROW} updates in a row; the last checkpoint is "
-                "kept. Lower optim.lr, or resume from an earlier checkpoint with --checkpoint.resume PATH"
+                f"{broken} in {MAX_SKIPPED_IN_A_ROW} updates in a row, which were skipped; {advice} from an earlier "
+                "checkpoint with --checkpoint.resume PATH"
             )
 
     def counters(self) -> dict[str, int]:
@@ -233,6 +245,16 @@ class Learner:
         self.updates, self.skipped = counters["updates"], counters["skipped"]
         self.skipped_in_a_row = counters["skipped_in_a_row"]
         requantize(self.model)
+
+
+def what_is_broken(loss: float, norm: float, nonfinite_share: float) -> str:
+    """Why an update must not be applied, "" if it may. nonfinite_share: of its response tokens, those whose log-prob is
+    not finite in the rollout or in the learner. All over all processes."""
+    if not (math.isfinite(loss) and math.isfinite(norm)):
+        return "loss or gradient was not finite"
+    if nonfinite_share > MAX_NONFINITE_SHARE:
+        return f"log-probs of {nonfinite_share:.0%} of the tokens were not finite"
+    return ""
 
 
 def merge_updates(updates: Sequence[UpdateStats], world: Distributed | None = None) -> dict[str, float]:

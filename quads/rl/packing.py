@@ -7,6 +7,7 @@ S = its sequences. Every per-token tensor of the loss is [N]: the learner comput
     predict_N        ^  ^          at the positions of p2 and r0
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Literal
@@ -21,13 +22,18 @@ from quads.types import Completion
 class Sample:
     """A prompt with one response and its advantage: what the learner trains on.
 
+    Three states: trained and counted; counted alone, in a group whose rewards are all equal, which says that there is
+    nothing to learn and so dilutes the sample average; neither, for a response that is left out (truncated under
+    rl.truncated = "mask", or without a verdict).
+
     Example: `Sample([5, 9], Completion([17, 2], [-0.1, -0.7], "stop", 3), advantage=0.5)`
     """
 
     prompt_ids: list[int]
     completion: Completion
     advantage: float
-    trained: bool = True  # False: takes part in the log-prob gap, not in the loss (no spread, or masked truncation)
+    trained: bool = True  # False: takes part in the log-prob gap, not in the loss
+    counted: bool = True  # False: not in the loss's denominator either, as if it had not been drawn
 
     @property
     def num_tokens(self) -> int:
@@ -87,8 +93,9 @@ def pack(
     """Micro-batches of one optimizer step, and the denominator of its loss.
 
     The denominator counts the whole mini-batch (samples, or trained response tokens), never one micro-batch, so that
-    sum(loss) / denominator gives the same gradient for every split. Samples that are not trained on count too under
-    the sample average: a group without spread dilutes the step, it does not amplify the others.
+    sum(loss) / denominator gives the same gradient for every split. Under the sample average a group without spread
+    counts too: it dilutes the step, it does not amplify the others. What is left out of the sum for another reason (not
+    `counted`, or no finite log-prob at all) is left out of the denominator: one mask for both.
 
     Args:
         samples: each with at least one prompt token and one response token.
@@ -97,12 +104,13 @@ def pack(
 
     Returns:
         micro-batches of at most `microbatch_tokens` tokens (a longer sequence stands alone), and the denominator: the
-        number of samples ("sample"), or of tokens that are trained on, which may be 0 ("token").
+        number of samples that count ("sample"), or of tokens that are trained on ("token"); either may be 0.
     """
     groups = split_by_tokens([s.num_tokens for s in samples], microbatch_tokens, at_least)
     microbatches = [_pack_group([samples[i] for i in group], loss_average) for group in groups]
     if loss_average == "sample":
-        return microbatches, float(len(samples))
+        finite = (any(map(math.isfinite, s.completion.logprobs)) for s in samples)
+        return microbatches, float(sum(s.counted and any_finite for s, any_finite in zip(samples, finite, strict=True)))
     return microbatches, sum(float(mb.weights_N.sum()) for mb in microbatches)
 
 

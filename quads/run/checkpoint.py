@@ -4,28 +4,40 @@
         __0_0.distcp ... .metadata       master weights, optimizer state, generators of every rank
         train_state.json                 TrainState and the learner's counters
         config.toml                      the config it was written under
-        COMPLETE                         written last
+        COMPLETE                         written last: sizes and checksums of all the others
     <out>/checkpoints/step_30.partial/   being written, or left by a killed process: the next start removes it
 
 A folder is never written twice, so a killed save cannot damage an earlier checkpoint. Resuming from step 20 renames
 later checkpoints of the same run to step_30.superseded: they belong to a history that the run has left.
+
+Every file is hashed while it is written, read back before the checkpoint counts as complete, and read once more before
+it is loaded. A save that fails leaves nothing behind.
 """
 
-import os
 import shutil
-from concurrent.futures import Future, ThreadPoolExecutor
+import tomllib
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
 from pathlib import Path
 from typing import cast
 
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_saver import async_save, save
 
 from quads.config import config_changes
 from quads.config.sections import CheckpointSettings
-from quads.distributed import current_rank, has_peers, in_process_group
+from quads.distributed import current_rank, gather_from_all, has_peers, in_process_group
 from quads.errors import UserError
+from quads.run.checkpoint_files import (
+    MARKER,
+    bytes_needed,
+    read_sums,
+    wrong_files,
+)
+from quads.run.checkpoint_save import Writing
 from quads.run.checkpoint_state import (
     Trainable,
     TrainState,
@@ -37,8 +49,6 @@ from quads.run.checkpoint_state import (
     single_process_is_fine,
     train_state_text,
 )
-
-MARKER = "COMPLETE"
 
 
 class Checkpointer:
@@ -57,6 +67,7 @@ class Checkpointer:
         # The background save runs collectives beside those of training: they need a group of their own.
         self._group = _own_group() if settings.async_save else None
         self._pending: Future[None] | None = None
+        self._due = False
         if current_rank() == 0:
             purge_incomplete(folder)
         _barrier()
@@ -82,6 +93,8 @@ class Checkpointer:
             changes = config_changes((path / "config.toml").read_text(encoding="utf-8"), self.config_text)
         except (OSError, ValueError) as error:
             raise damaged(path, error) from None
+        self._check_moments(path)
+        verify(path)
         state = load_checkpoint(path, learner)
         _print(f"resuming from {path}")
         for change in changes:
@@ -94,27 +107,60 @@ class Checkpointer:
         _barrier()
         return state
 
+    def _check_moments(self, path: Path) -> None:
+        """UserError where one side has Adam's moments in 8 bits and the other does not: they cannot be converted."""
+        texts = (path / "config.toml").read_text(encoding="utf-8"), self.config_text
+        stored, asked = (tomllib.loads(text).get("optim", {}).get("moments", "") for text in texts)
+        if stored and asked and (stored == "8bit") != (asked == "8bit"):
+            raise UserError(
+                f"checkpoint {path} was written with [optim] moments = {stored!r}, this run has {asked!r}; 8-bit and "
+                f"32-bit moments are not converted into each other: go on with --optim.moments {stored}, or start a "
+                "new run from the weights (python -m quads.export --format bf16, then [model] path)"
+            )
+
+    def offer(self, state: TrainState, learner: Trainable, healthy: bool, last: bool = False) -> None:
+        """Save, if a save is due and the step was healthy: every `every` steps, or at the next healthy one after that,
+        and at the last one of a run with `final`.
+
+        A checkpoint is proven by the next healthy step, whose responses its weights have drawn. Until then the one
+        before it is kept too, where `keep` is 1.
+        """
+        every = self.settings.every
+        self._due = (
+            self._due or bool(last and self.settings.final) or (not last and every > 0 and state.step % every == 0)
+        )
+        if healthy and not last and self._pending is None and current_rank() == 0:
+            self._delete_all_but(self.settings.keep)
+        if self._due and healthy:
+            self._due = False
+            self.save(state, learner)
+        elif self._due and last:
+            _print(f"step {state.step} was skipped, so it is not saved; {self._last()}")
+
     def save(self, state: TrainState, learner: Trainable) -> None:
-        """Write step_N for N = state.step, then delete what exceeds `keep`; with async_save in the background."""
+        """Write step_N for N = state.step, then delete what exceeds `keep`; with async_save in the background.
+
+        Raises:
+            UserError: it could not be written. Nothing of it is left, and earlier checkpoints are as they were.
+        """
         self.wait()
         final = self.folder / f"step_{state.step}"
         if final.exists():
             return  # the same step of the same run: a stop right after a periodic save
-        partial = final.with_suffix(".partial")
-        if current_rank() == 0:
-            partial.mkdir(parents=True)
-            _write(partial / "train_state.json", train_state_text(state, learner))
-            _write(partial / "config.toml", self.config_text)
-        _barrier()
-        content, writer = checkpoint_content(learner), FileSystemWriter(partial)
-        with single_process_is_fine():
-            if self._finisher is None:
-                save(content, storage_writer=writer)
-            else:
-                written = cast(Future, async_save(content, storage_writer=writer, process_group=self._group))
-                self._pending = self._finisher.submit(self._finish_after, written, partial, final)
-                return
-        self._finish(partial, final)
+        content, writing = checkpoint_content(learner), Writing(final)
+        texts = {"train_state.json": train_state_text(state, learner), "config.toml": self.config_text}
+        try:
+            writing.prepare(bytes_needed(content), texts)
+            with single_process_is_fine():
+                if self._finisher is None:
+                    save(content, storage_writer=writing.writer)
+                else:
+                    written = async_save(content, storage_writer=writing.writer, process_group=self._group)
+                    self._pending = self._finisher.submit(self._finish_after, cast(Future, written), writing)
+                    return
+            self._finish(writing, None)
+        except (OSError, CheckpointException) as error:
+            raise writing.failed(error) from None
         _barrier()
 
     def wait(self) -> None:
@@ -124,22 +170,39 @@ class Checkpointer:
             pending.result()
             _barrier()
 
-    def _finish_after(self, written: Future, partial: Path, final: Path) -> None:
-        written.result()
-        self._finish(partial, final)
+    @contextmanager
+    def naming_the_last(self) -> Iterator[None]:
+        """Within it, what ends a run with a UserError says which checkpoint is left to go on from."""
+        try:
+            yield
+        except UserError as error:
+            if self._pending is not None and not has_peers():
+                wait([self._pending])
+            error.args = (f"{error}; {self._last()}",)
+            raise
 
-    def _finish(self, partial: Path, final: Path) -> None:
-        """All ranks' files are on disk: mark, rename, and only then delete older checkpoints."""
-        if current_rank() != 0:
-            return
-        _write(partial / MARKER, "")
-        partial.rename(final)
-        _sync_folder(final.parent)
-        if self.settings.keep:
-            for _, old in _complete(self.folder)[: -self.settings.keep]:
-                doomed = old.with_suffix(".partial")  # a kill while deleting leaves what the next start removes
-                old.rename(doomed)
-                shutil.rmtree(doomed)
+    def _last(self) -> str:
+        last = latest_checkpoint(self.folder)
+        return "no checkpoint was saved" if last is None else f"the last good checkpoint is {last}"
+
+    def _finish_after(self, written: Future, writing: Writing) -> None:
+        try:
+            written.result()
+            self._finish(writing, self._group)
+        except (OSError, CheckpointException) as error:
+            raise writing.failed(error) from None
+
+    def _finish(self, writing: Writing, group: dist.ProcessGroup | None) -> None:
+        """All ranks' files are on disk: complete the checkpoint, and only then delete older ones."""
+        writing.complete(group)
+        if current_rank() == 0:
+            self._delete_all_but(max(self.settings.keep, 2) if self.settings.keep else 0)  # see `offer`
+
+    def _delete_all_but(self, keep: int) -> None:
+        for _, old in _complete(self.folder)[:-keep] if keep else ():
+            doomed = old.with_suffix(".partial")  # a kill while deleting leaves what the next start removes
+            old.rename(doomed)
+            shutil.rmtree(doomed)
 
 
 def latest_checkpoint(folder: Path) -> Path | None:
@@ -167,7 +230,29 @@ def find_checkpoint(path: Path) -> Path:
 
 def load_model_weights(path: Path, model: nn.Module) -> TrainState:
     """Only the weights, in place, for evaluation and analysis. `path` as for `find_checkpoint`."""
-    return load_weights(find_checkpoint(path), model)
+    found = find_checkpoint(path)
+    verify(found)
+    return load_weights(found, model)
+
+
+def verify(path: Path) -> None:
+    """Read every file of a complete checkpoint, each process its share, and compare it with the sums of the save.
+
+    Raises:
+        UserError: a file is gone, cut or changed; it is named.
+    """
+    try:
+        sums = read_sums(path)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise damaged(path, error) from None
+    if sums is None:
+        _print(f"{path} was written without checksums: not verified")
+        return
+    rank, size = current_rank(), dist.get_world_size() if has_peers() else 1
+    found = gather_from_all(wrong_files(path, sums, sorted(sums)[rank::size]))
+    wrong = [line for lines in found for line in lines]
+    if wrong:
+        raise UserError(f"checkpoint {path} is damaged, use another one ({wrong[0]})")
 
 
 def purge_incomplete(folder: Path) -> None:
@@ -186,22 +271,6 @@ def _free_name(path: Path) -> Path:
     """`path`, or with the first number appended that is not taken."""
     candidates = [path, *(path.with_name(f"{path.name}_{i}") for i in range(2, 10_000))]
     return next(candidate for candidate in candidates if not candidate.exists())
-
-
-def _write(path: Path, text: str) -> None:
-    with open(path, "w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _sync_folder(folder: Path) -> None:
-    """Make renames in `folder` survive a power loss."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _own_group() -> dist.ProcessGroup | None:

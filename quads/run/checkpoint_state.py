@@ -18,13 +18,14 @@ import numpy
 import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from quads.distributed import current_rank
 from quads.errors import UserError
+from quads.finite import first_not_finite
+from quads.run.checkpoint_files import CheckpointReader, SafeLoadPlanner
 
 # Inserted into parameter names by activation checkpointing and torch.compile; a checkpoint does not depend on them.
 WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
@@ -76,7 +77,8 @@ def load_checkpoint(path: Path, learner: Trainable) -> TrainState:
     """Weights, optimizer state, counters and this rank's generators, in place.
 
     Raises:
-        UserError: the checkpoint holds another model (the first wrong tensor is named), or a file of it is damaged.
+        UserError: the checkpoint holds another model (the first wrong tensor is named), a weight that is not finite, or
+            a file of it is damaged.
     """
     weights = _named_weights(learner.model)
     stored = _stored_tensors(path)
@@ -86,6 +88,7 @@ def load_checkpoint(path: Path, learner: Trainable) -> TrainState:
     if f"rng.{rank}" in stored:  # with more processes than wrote it, the new ranks keep their own seeds
         content["rng"] = {rank: torch.empty(stored[f"rng.{rank}"], dtype=torch.uint8)}
     _read(path, content)
+    _check_finite(path, weights)
     set_optimizer_state_dict(learner.model, learner.optimizer, content["optimizer"])
     if "rng" in content:
         _unpack_rng(content["rng"][rank])
@@ -99,6 +102,7 @@ def load_weights(path: Path, model: nn.Module) -> TrainState:
     weights = _named_weights(model)
     _check_weights(path, weights, _stored_tensors(path))
     _read(path, {"model": weights})
+    _check_finite(path, weights)
     return _read_train_state(path)[0]
 
 
@@ -118,7 +122,7 @@ def ignore_single_process() -> None:
 def _read(path: Path, content: dict[str, Any]) -> None:
     try:
         with single_process_is_fine():
-            load(content, storage_reader=FileSystemReader(path))
+            load(content, storage_reader=CheckpointReader(path), planner=SafeLoadPlanner())
     except CheckpointException as error:  # its own text is the traceback of every rank
         raise damaged(path, next(iter(error.failures.values()))[0]) from None
     except OSError as error:
@@ -157,7 +161,7 @@ def _named_weights(model: nn.Module) -> dict[str, Tensor]:
 def _stored_tensors(path: Path) -> dict[str, torch.Size]:
     """Shapes by name, from the checkpoint's own index."""
     try:
-        metadata = FileSystemReader(path).read_metadata().state_dict_metadata
+        metadata = CheckpointReader(path).read_metadata().state_dict_metadata
     except Exception as error:  # unpickling a damaged file raises anything
         raise damaged(path, error) from None
     return {name: entry.size for name, entry in metadata.items() if isinstance(entry, TensorStorageMetadata)}
@@ -177,6 +181,12 @@ def _check_weights(path: Path, weights: dict[str, Tensor], stored: dict[str, tor
     for name in (stored_name.removeprefix("model.") for stored_name in stored if stored_name.startswith("model.")):
         if name not in weights:
             raise UserError(f"checkpoint {path} holds {name}, which the model lacks; another model wrote it")
+
+
+def _check_finite(path: Path, weights: dict[str, Tensor]) -> None:
+    name = first_not_finite(weights.items())
+    if name is not None:
+        raise UserError(f"checkpoint {path}: weight {name} is not finite (NaN, or beyond bf16); use an earlier one")
 
 
 def _pack_rng() -> Tensor:

@@ -33,7 +33,12 @@ def open_run_folder(out: Path, cfg: Config, resume_step: int) -> None:
     """Make `out` ready for steps after `resume_step`, and write config.toml.
 
     At step 0 an earlier run is moved to previous_N. Later, the rows of steps after `resume_step` are cut from the logs:
-    they will be written again, so that a resumed run leaves the files of a straight one.
+    they will be written again, so that a resumed run leaves the files of a straight one. The header of its config.toml
+    stays, with a line about the resume below it; a run whose steps are all done is left as it is.
+
+    Raises:
+        UserError: the folder cannot be made.
+        OSError: it cannot be written to.
     """
     try:
         out.mkdir(parents=True, exist_ok=True)
@@ -46,7 +51,13 @@ def open_run_folder(out: Path, cfg: Config, resume_step: int) -> None:
     else:
         for name in ("metrics.jsonl", "samples.jsonl"):
             _cut_rows(out / name, resume_step)
-    _replace(out / "config.toml", f"{run_header()}\n{config_to_toml(cfg)}".encode())
+    config = out / "config.toml"
+    header = run_header()
+    if resume_step and config.exists():
+        if resume_step >= cfg.train.steps:
+            return
+        header = f"{original_header(config)}# resumed: after step {resume_step}, {resumed_by()}\n"
+    _replace(config, f"{header}\n{config_to_toml(cfg)}".encode())
 
 
 def check_run_folder(out: Path) -> None:
@@ -69,6 +80,18 @@ def run_header() -> str:
         "machine": f"{platform.machine()}, {os.cpu_count()} cores, {platform.system()}{_gpu()}",
     }
     return "".join(f"# {name}: {text}\n" for name, text in lines.items())
+
+
+def original_header(config: Path) -> str:
+    """The comment lines above a run's config, as they stand there."""
+    lines = config.read_text(encoding="utf-8").splitlines(keepends=True)
+    return "".join(itertools.takewhile(lambda line: line.startswith("# "), lines))
+
+
+def resumed_by() -> str:
+    """When, by which commit and with which torch a run goes on."""
+    now = datetime.now(UTC).isoformat(timespec="seconds")
+    return f"{now}, commit {git_commit()}, torch {torch.__version__}, command {shlex.join(sys.argv)}"
 
 
 def installed_versions(packages: Sequence[str]) -> dict[str, str]:

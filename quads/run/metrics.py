@@ -5,12 +5,14 @@ metrics.jsonl has one JSON object a step, flushed at once. A value that is not f
 """
 
 import dataclasses
+import errno
 import importlib
 import json
 import math
+import os
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,7 @@ from quads.config import Config
 from quads.errors import UserError
 from quads.run.folder import open_run_folder
 from quads.run.measure import Timers, peak_memory_gib
+from quads.run.tensorboard import EventFile
 from quads.types import Completion, Example
 
 Sink = Callable[[int, dict[str, float]], None]
@@ -49,7 +52,7 @@ class RunLog:
         resume_step: steps that a checkpoint has brought back, 0 for a fresh start.
 
     Raises:
-        UserError: log.wandb_project is set and wandb is not installed.
+        UserError: log.wandb_project is set and wandb is not installed; here and later, a file cannot be written.
     """
 
     def __init__(
@@ -63,12 +66,15 @@ class RunLog:
         if not is_main:
             return
         wandb = import_wandb() if cfg.log.wandb_project else None
-        open_run_folder(out, cfg, resume_step)
-        self._metrics_file = open(out / "metrics.jsonl", "a", encoding="utf-8")
-        self._samples_file = open(out / "samples.jsonl", "a", encoding="utf-8")
-        self._close += [self._metrics_file.close, self._samples_file.close]
+        with naming_the_fault(out):
+            open_run_folder(out, cfg, resume_step)
+        self._metrics, self._samples = RowFile(out / "metrics.jsonl"), RowFile(out / "samples.jsonl")
+        self._close += [self._metrics.close, self._samples.close]
         if cfg.log.tensorboard:
-            self._add_tensorboard(out / "tb", resume_step)
+            with naming_the_fault(out / "tb"):
+                events = EventFile(out / "tb", resume_step)
+            self._sinks.append(naming_the_fault(out / "tb")(events.write))
+            self._close.append(events.close)
         if wandb is not None:
             self._add_wandb(wandb, out, cfg)
         # A bar only where someone watches; in a log file the lines are enough.
@@ -89,7 +95,7 @@ class RunLog:
         self._timers.reset()
         if not self._is_main:
             return
-        _write_row(self._metrics_file, row)
+        self._metrics.write(row)
         for sink in self._sinks:
             sink(step, row)
         self._bar.update(step - self._bar.n)
@@ -113,25 +119,11 @@ class RunLog:
                 for c, reward in zip(group, rewards, strict=True)
             ]
             row = {"step": step, "id": example.id, "source": example.source, "prompt": example.prompt}
-            _write_row(self._samples_file, {**row, "policy_version": group[0].policy_version, "responses": responses})
+            self._samples.write({**row, "policy_version": group[0].policy_version, "responses": responses})
 
     def close(self) -> None:
         for close in self._close:
             close()
-
-    def _add_tensorboard(self, folder: Path, resume_step: int) -> None:
-        from torch.utils.tensorboard import SummaryWriter  # slow to import, and only wanted here
-
-        writer = SummaryWriter(str(folder), purge_step=resume_step + 1 if resume_step else None)
-        self._close.append(writer.close)
-
-        def write(step: int, row: dict[str, float]) -> None:
-            for name, value in row.items():
-                if name != "step" and isinstance(value, int | float):
-                    writer.add_scalar(name, value, step)
-            writer.flush()
-
-        self._sinks.append(write)
 
     def _add_wandb(self, wandb: Any, out: Path, cfg: Config) -> None:
         run = wandb.init(project=cfg.log.wandb_project, name=out.name, dir=str(out), config=dataclasses.asdict(cfg))
@@ -145,9 +137,39 @@ def console_line(step: int, steps: int, row: dict[str, float]) -> str:
     return "  ".join([f"step {step:>{len(str(steps))}}/{steps}", *words])
 
 
-def _write_row(file: Any, row: dict[str, Any]) -> None:
-    file.write(json.dumps(jsonable(row), ensure_ascii=False, allow_nan=False) + "\n")
-    file.flush()
+class RowFile:
+    """A JSONL file to add rows to. UserError where that fails: then it ends with the last whole row."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        with naming_the_fault(path):
+            self._file = open(path, "ab", buffering=0)
+        self.close = self._file.close
+
+    def write(self, row: dict[str, Any]) -> None:
+        """Add one line, at once."""
+        line = (json.dumps(jsonable(row), ensure_ascii=False, allow_nan=False) + "\n").encode()
+        with naming_the_fault(self._path):
+            if os.fstat(self._file.fileno()).st_nlink == 0:
+                raise OSError(errno.ENOENT, "it was removed while the run was writing it")
+            size = self._file.seek(0, os.SEEK_END)
+            try:
+                while line:
+                    line = line[self._file.write(line) :]
+            except OSError:
+                self._file.truncate(size)
+                raise
+
+
+@contextmanager
+def naming_the_fault(path: Path) -> Iterator[None]:
+    """Within it, an OSError is a UserError about `path`. Usable as a decorator."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(
+            f"{path} cannot be written: {error.strerror}; free some space there, or choose another train.out"
+        ) from None
 
 
 def jsonable(value: Any) -> Any:

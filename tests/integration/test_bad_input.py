@@ -321,11 +321,11 @@ CASES = {
             dry_run=False,
         )
         for name, reason, damage in (
-            ("shard cut", "", cut("good/checkpoints/step_1/__0_0.distcp", 200_000)),
+            ("shard cut", "__0_0.distcp has ", cut("good/checkpoints/step_1/__0_0.distcp", 200_000)),
             ("shard gone", "FileNotFoundError", remove("good/checkpoints/step_1/__0_0.distcp")),
             ("index gone", "FileNotFoundError", remove("good/checkpoints/step_1/.metadata")),
-            ("index overwritten", "UnpicklingError", write("good/checkpoints/step_1/.metadata", "xx")),
-            ("state cut", "JSONDecodeError", cut("good/checkpoints/step_1/train_state.json", 20)),
+            ("index overwritten", ".metadata has 2 bytes, ", write("good/checkpoints/step_1/.metadata", "xx")),
+            ("state cut", "train_state.json has ", cut("good/checkpoints/step_1/train_state.json", 20)),
             ("state gone", "FileNotFoundError", remove("good/checkpoints/step_1/train_state.json")),
             ("config gone", "FileNotFoundError", remove("good/checkpoints/step_1/config.toml")),
         )

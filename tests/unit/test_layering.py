@@ -58,6 +58,8 @@ KNOW_OTHER_PROCESSES = {
     "model/dispatch.py",
     "distributed.py",
     "run/checkpoint.py",
+    "run/checkpoint_files.py",
+    "run/checkpoint_save.py",
     "run/checkpoint_state.py",
     "rollout/sync.py",
     "rollout/vllm/engine.py",  # vLLM's tensor-parallel groups span the trainer's processes
@@ -69,7 +71,7 @@ KNOW_OTHER_PROCESSES = {
 BUDGETS = {
     "base": 800,
     "config": 1150,
-    "run": 1100,
+    "run": 1700,
     "model": 2150,
     "quant": 2900,  # a format is about 100 lines
     "quant/triton": 3300,

@@ -63,6 +63,20 @@ def test_gradient_is_the_same_for_every_split(average):
             torch.testing.assert_close(split[name], grad, rtol=1e-4, atol=1e-5 * float(grad.abs().max()) + 1e-12)
 
 
+@pytest.mark.parametrize("average", ["sample", "token"])
+def test_samples_that_do_not_count_change_nothing_at_all(average):
+    """Left out of the sum and of what divides it: masked ones, and those without any finite log-prob."""
+    samples = make_samples()
+    masked = [Sample(s.prompt_ids, s.completion, s.advantage, False, False) for s in make_samples(seed=1)]
+    lost = [replace(s, completion=replace(s.completion, logprobs=[math.nan])) for s in make_samples(seed=2, count=1)]
+    assert len(lost[0].completion.token_ids) == 1
+    learner = make_learner(rl=RLSettings(loss_average=average))
+    alone = gradients(learner, *pack(samples, 10_000, average))
+    together = gradients(learner, *pack([*masked, *samples, *lost], 10_000, average))
+    for name, grad in alone.items():
+        torch.testing.assert_close(together[name], grad, rtol=1e-4, atol=1e-5 * float(grad.abs().max()) + 1e-12)
+
+
 def test_untrained_samples_change_nothing_but_the_denominator():
     samples = make_samples()
     dropped = [Sample(s.prompt_ids, s.completion, s.advantage, trained=False) for s in make_samples(seed=1)]
@@ -113,6 +127,54 @@ def test_nonfinite_updates_are_skipped_and_the_third_stops():
     assert learner.skipped == 5
     for name, p in learner.model.named_parameters():
         assert torch.equal(p, weights[name]), name
+
+
+def test_logprobs_that_are_not_finite_skip_an_update_that_has_too_many_of_them():
+    """A stray one is masked; more than a tenth, in the rollout or in the learner, and the weights are broken."""
+    learner = make_learner(optim=OptimSettings(lr=1e-3))
+
+    def minibatch(num_bad):
+        logprobs = [float("nan")] * num_bad + [-1.0] * (20 - num_bad)
+        return pack([Sample([1], Completion([2] * 20, logprobs, "stop", 0), 1.0)], 100, "sample")
+
+    assert not learner.update(*minibatch(2)).skipped
+    weights = {name: p.clone() for name, p in learner.model.named_parameters()}
+    assert learner.update(*minibatch(3)).skipped and learner.update(*minibatch(20)).skipped
+    with pytest.raises(UserError, match="log-probs of 100% of the tokens were not finite in 3 updates in a row"):
+        learner.update(*minibatch(20))
+    for name, p in learner.model.named_parameters():
+        assert torch.equal(p, weights[name]), name
+
+
+def test_the_advice_after_three_skips_fits_the_cause():
+    learner, bad = make_learner(), [Sample([1, 2], Completion([3], [-1.0], "stop", 0), float("nan"))]
+    for _ in range(2):
+        learner.update(*pack(bad, 100, "sample"))
+    with pytest.raises(UserError, match="lower optim.lr, or resume from an earlier checkpoint"):
+        learner.update(*pack(bad, 100, "sample"))
+    learner.skipped_in_a_row = 2
+    with torch.no_grad():
+        learner.model.get_parameter("model.layers.1.mlp.experts.down_proj")[0, 0, 0] = torch.nan
+    with pytest.raises(UserError, match="weight model.layers.1.mlp.experts.down_proj is not finite: resume") as ended:
+        learner.update(*pack(bad, 100, "sample"))
+    assert "optim.lr" not in str(ended.value)
+
+
+@pytest.mark.parametrize(("top_k", "normalized", "learns"), [(1, True, False), (1, False, True), (2, True, True)])
+def test_a_router_that_cannot_learn_is_left_alone(top_k, normalized, learns):
+    """p / p = 1 whatever the router says: its gradient is rounding noise, of which eps = 1e-15 makes full steps."""
+    config = replace(CONFIG, top_k=top_k, norm_topk_prob=normalized)
+    model = MoEDecoder(config)
+    model.init_weights(torch.Generator().manual_seed(0))
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    optim = OptimSettings(lr=1e-2, eps=1e-15)
+    spec = resolve(QuantSettings(recipe="bf16"))
+    learner = Learner(model, spec, optim, RLSettings(), temperature=1.0, steps=10, updates_per_step=1)
+    for _ in range(3):
+        learner.update(*pack(make_samples(), 10_000, "sample"))
+    assert config.router_learns == learns
+    for name, p in model.named_parameters():
+        assert torch.equal(p.detach(), before[name]) == (not learns and name.endswith("mlp.gate.weight")), name
 
 
 def test_a_batch_without_trained_tokens_changes_nothing():

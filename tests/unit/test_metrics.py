@@ -2,6 +2,7 @@
 
 import builtins
 import json
+import shutil
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +19,7 @@ from quads.run.folder import git_commit, open_run_folder, read_rows
 from quads.run.measure import Timers, mfu, peak_memory_gib
 from quads.run.metrics import RunLog, console_line
 from quads.types import Completion, Example
+from tests.helpers import run_command
 
 QUIET = Config(log=LogSettings(tensorboard=False), train=TrainSettings(steps=20))
 
@@ -167,3 +169,71 @@ def test_rows_are_cut_at_newlines_alone_and_within_a_character(tmp_path: Path) -
     assert [row["step"] for row in read_rows(tmp_path / "samples.jsonl")] == [1, 2, 3]
     open_run_folder(tmp_path, QUIET, resume_step=2)
     assert [row["text"] for row in read_rows(tmp_path / "samples.jsonl")] == [separators, separators]
+
+
+def test_a_resumed_run_keeps_its_header_and_a_finished_one_its_config(tmp_path: Path) -> None:
+    run(tmp_path, 1, 3)
+    config = tmp_path / "config.toml"
+    first = config.read_text().splitlines()
+    header = [line for line in first if line.startswith("# ")]
+    run(tmp_path, 3, 4, resume_step=2)
+    again = config.read_text().splitlines()
+    assert again[: len(header)] == header
+    assert (
+        again[len(header)].startswith("# resumed: after step 2, 20") and f"commit {git_commit()}" in again[len(header)]
+    )
+    assert again[len(header) + 1 :] == first[len(header) :]
+    before = config.stat().st_mtime_ns
+    run(tmp_path, 21, 20, resume_step=20)  # all 20 steps are done
+    assert config.stat().st_mtime_ns == before
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "samples.jsonl", "tb"])
+def test_a_row_that_does_not_fit_ends_the_run_with_one_line_and_no_half_row(tmp_path: Path, name: str) -> None:
+    """In a process of its own, which may write no file beyond 2,000 bytes."""
+    done = run_command(["-c", FULL_DISK.format(out=str(tmp_path), name=name)])
+    assert done.returncode == 2, done.stderr
+    assert done.stderr == (
+        f"error: {tmp_path / name} cannot be written: File too large; free some space there, or choose another "
+        "train.out\n"
+    )
+    for file in ("metrics.jsonl", "samples.jsonl"):
+        data = (tmp_path / file).read_bytes()
+        assert len(data) <= 2000 and (not data or data.endswith(b"}\n"))
+
+
+FULL_DISK = """
+import os, resource
+from pathlib import Path
+import torch
+from quads.config import Config
+from quads.config.sections import LogSettings, TrainSettings
+from quads.errors import main_guard
+from quads.run.metrics import RunLog
+from quads.types import Completion, Example
+
+@main_guard
+def main():
+    out = Path("{out}")
+    log = RunLog(out, Config(log=LogSettings(tensorboard="{name}" == "tb"), train=TrainSettings(steps=20)))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2000, 2000))
+    group = [Completion([1], [0.0], "stop", 0)]
+    for step in range(1, 99):
+        if "{name}" == "samples.jsonl":
+            log.samples(step, lambda ids: "x" * 100, [Example("a", "p", "x", [1])], [group], torch.zeros(1, 1))
+        else:
+            log.write(1, {{f"a/{{i}}": 0.5 for i in range(5)}})
+            if "{name}" == "tb":  # metrics.jsonl would fill first
+                os.truncate(out / "metrics.jsonl", 0)
+
+main()
+"""
+
+
+def test_a_folder_that_is_removed_under_a_run_is_noticed(tmp_path: Path) -> None:
+    log = RunLog(tmp_path / "run", QUIET)
+    log.write(1, {})
+    shutil.rmtree(tmp_path / "run")
+    with pytest.raises(UserError, match="metrics.jsonl cannot be written: it was removed while the run was writing it"):
+        log.write(2, {})
+    assert not (tmp_path / "run").exists()

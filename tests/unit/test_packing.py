@@ -55,6 +55,23 @@ def test_routes_cover_every_token():
     assert mb.routed_experts_TLA is None
 
 
+def test_one_mask_for_the_sum_and_what_divides_it():
+    """By hand: 2 of 5 responses are trained on; a group without spread dilutes them, what is left out does not."""
+    nan = float("nan")
+    samples = [
+        sample([1], [2, 3]),
+        sample([1], [4], [nan]),  # no finite log-prob
+        Sample([1], Completion([5], [-1.0], "length", 0), 0.0, trained=False, counted=False),  # masked
+        sample([1], [6], trained=False),  # no spread
+        sample([1], [7, 8], [nan, -1.0]),
+    ]
+    microbatches, denominator = pack(samples, 100, "sample")
+    assert denominator == 3.0
+    assert sum(float(mb.weights_N.sum()) for mb in microbatches) == 2.0  # each trained response weighs 1
+    assert pack(samples, 100, "token")[1] == 3.0
+    assert pack(samples[1:3], 100, "sample")[1] == 0.0
+
+
 def test_denominator_of_nothing_is_zero():
     _, denominator = pack([sample([1], [2], trained=False)], 100, "token")
     assert denominator == 0.0  # parts of several processes add up; the learner takes at least 1
