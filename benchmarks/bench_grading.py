@@ -25,7 +25,7 @@ from quads.quant.recipes import QuantSpec
 from quads.rl.grading import Grading
 from quads.rl.rewards.code import submit_program
 from quads.rl.rewards.code_tests import CodeTests
-from quads.rl.rewards.pool import isolation, program_limits
+from quads.rl.rewards.isolation import isolation, program_limits
 from quads.rl.rewards.text import extract_code, tagged
 from quads.rollout.engine import ignore
 from quads.rollout.native.engine import NativeEngine
@@ -56,7 +56,7 @@ def main() -> None:
     engine = NativeEngine(config, SPEC, RolloutSettings("native", options.slots, 64, 256), torch.bfloat16, device)
     sync(learner.to(device), engine, SPEC, version=1)
     settings = RewardSettings(workers=options.workers)
-    sandbox = Sandbox(isolation(settings), program_limits(settings), settings.code_total_s, settings.workers)
+    sandbox = Sandbox(isolation(), program_limits(settings), settings.code_total_s, settings.workers)
     tests = CodeTests("", ("3 4\n",) * options.tests, ("7\n",) * options.tests)
     print(f"{platform.machine()}, {os.cpu_count()} cores, {device}, Python {platform.python_version()}")
     print(f"{options.prompts} prompts x {options.group}, {options.slots} slots, sandbox {sandbox.mechanism}")

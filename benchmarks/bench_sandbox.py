@@ -15,7 +15,7 @@ import time
 from quads.config.sections import RewardSettings
 from quads.rl.rewards.code import submit_program
 from quads.rl.rewards.code_tests import CodeTests
-from quads.rl.rewards.pool import program_limits
+from quads.rl.rewards.isolation import program_limits
 from quads.sandbox.isolation import NoIsolation, find_isolation
 from quads.sandbox.pool import Sandbox
 

@@ -44,10 +44,11 @@ from quads.rl.scores import EvalResult, JudgedPrompt, evaluate
 from quads.rollout.engine import Engine
 from quads.rollout.sync import sync
 from quads.run.checkpoint import find_checkpoint, load_model_weights
+from quads.sandbox.isolation import LEFT
 from quads.types import Example, Sampling
 
 FROZEN_ROUTER = "one expert a token with its gate normalized to 1 leaves them no gradient"
-NO_SANDBOX = "generated programs run WITHOUT isolation, as this user ([reward] sandbox = none): limits only"
+NO_SANDBOX = "generated programs and answers run WITHOUT isolation, as this user ([reward] sandbox = none): limits only"
 
 
 @dataclass
@@ -136,7 +137,9 @@ def _build(cfg: Config, world: Distributed, checkpoint: str, rewards: RewardPool
     for line in task.report:
         world.print(line)
     if isolation:
-        world.print(f"generated programs run in a sandbox: {isolation}" if isolation != "none" else NO_SANDBOX)
+        left = f"; it cannot prevent all: {LEFT[isolation]}" if LEFT[isolation] else ""
+        line = f"generated programs and answers run in a sandbox: {isolation}{left}"
+        world.print(line if isolation != "none" else NO_SANDBOX)
     world.print(banner(spec, cfg.rollout.engine, cfg.rollout.kernel, device, dtype))
     if not model_config.router_learns:
         world.print(f"the routers stay as they are: {FROZEN_ROUTER}")

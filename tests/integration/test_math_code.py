@@ -98,10 +98,10 @@ def test_the_example_passes_a_dry_run(capsys: pytest.CaptureFixture[str], monkey
     train.main(["--config", "examples/math_code.toml", "--dry-run"])
     printed = capsys.readouterr().out
     assert "math: train 49 prompts; left out: 8 held out for the test" in printed
-    assert re.search("generated programs run in a sandbox: (namespaces|landlock)\n", printed)
+    assert re.search("generated programs and answers run in a sandbox: (namespaces\n|landlock; )", printed)
 
 
 def test_without_isolation_a_run_says_so(capsys: pytest.CaptureFixture[str], monkeypatch) -> None:
     monkeypatch.chdir(REPOSITORY)
     train.main(["--config", "examples/math_code.toml", "--dry-run", "--reward.sandbox", "none"])
-    assert "generated programs run WITHOUT isolation" in capsys.readouterr().out
+    assert "generated programs and answers run WITHOUT isolation" in capsys.readouterr().out

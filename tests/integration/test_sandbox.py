@@ -10,11 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from quads.config.sections import RewardSettings
 from quads.errors import UserError
 from quads.rl.rewards.code import submit_program
 from quads.rl.rewards.code_tests import CodeTests, parse_tests
-from quads.rl.rewards.pool import isolation
+from quads.rl.rewards.isolation import isolation
 from quads.sandbox import isolation as isolation_module
 from quads.sandbox.confinement import Limits
 from quads.sandbox.isolation import MECHANISMS, NoIsolation, find_isolation
@@ -250,7 +249,7 @@ def test_total_time_ends_a_slow_program(sandbox: Sandbox) -> None:
 def test_refusal_without_isolation(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(isolation_module, "_try", lambda mechanism: "not permitted")
     with pytest.raises(UserError, match=r"cannot be isolated.*namespaces: not permitted.*sandbox = \"none\""):
-        isolation(RewardSettings())
+        isolation()
 
 
 def test_none_runs_with_limits_only() -> None:

@@ -81,7 +81,7 @@ BUDGETS = {
     "rl": 1400,
     "rl/rewards": 2900,
     "data": 1300,
-    "sandbox": 1700,
+    "sandbox": 1850,  # judges are confined here as well
     "lab": 2400,
     "lab/runs": 850,
     "lab/report": 600,

@@ -14,6 +14,7 @@ from quads.rl.rewards.code_tests import (
     parse_tests,
     whole_number,
 )
+from quads.rl.rewards.isolation import user_error
 from quads.rl.rewards.reward import Graders, Reward
 from quads.rl.rewards.text import extract_code
 from quads.sandbox.helpers import then
@@ -80,7 +81,7 @@ def _submit(sandbox: Sandbox, tests: CodeTests, job: Job, score: str) -> "Future
         share = sum(passed) / len(tests.inputs)
         return Verdict(share if score == "fraction" else float(share == 1.0), seconds)
 
-    return then(sandbox.submit(job, go_on), judge)
+    return then(sandbox.submit(job, go_on), judge, user_error)
 
 
 def again(submit: "Callable[[], Future[Verdict]]") -> "Future[Verdict]":

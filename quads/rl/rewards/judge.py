@@ -1,11 +1,12 @@
-"""The process that judges responses; judges.py starts `python -m quads.rl.rewards.judge MODULE SETUPS [--own]`.
+"""The process that judges responses: `python -m quads.rl.rewards.judge MODULE SETUPS MECHANISM TIME_S` (judges.py).
 
 SETUPS is a pickled list, in base64, of (name, arguments): functions of the module that make judges. They are called
 once, before the process takes requests, and see nothing of a response. A request is pickled (number, arguments) of the
-judge that shall be called; the reply is JSON, {"reward": number} or for a fault of a reward function {"error": text}.
-No torch is imported here.
+judge that shall be called; the reply is JSON, {"reward": number}, {"none": why} or for a fault of a reward function
+{"error": text}. No torch is imported here.
 
---own: the module runs functions of the user. Their own imports decide how much memory a process needs.
+A judge parses a response or runs it, so it is confined as programs are (sandbox/calls.py). MECHANISM `own` is for
+functions of the user: they keep the process, its environment and as much memory as their imports need.
 """
 
 import base64
@@ -13,53 +14,72 @@ import importlib
 import json
 import os
 import pickle
-import resource
 import sys
 from collections.abc import Callable
-from typing import Any
 
 from quads.errors import UserError
-from quads.sandbox.helpers import HEADER
+from quads.sandbox.calls import Rules, serve
+from quads.sandbox.helpers import HEADER, REPOSITORY
 
 MEMORY_BYTES = 4 << 30
 
 
-def main(module_name: str, setups: str, own: bool) -> None:
+def main(module_name: str, setups: str, mechanism: str, time_s: float) -> None:
     """Serve until stdin closes."""
-    if not own:
-        resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
-    requests, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
+    requests, replies = os.dup(0), os.dup(1)
     null = os.open(os.devnull, os.O_RDWR)
     for fd in (0, 1):  # scorers may print, and may read what they should not
         os.dup2(null, fd)
-    module = importlib.import_module(module_name)
-    try:
-        judges = [getattr(module, maker)(*setup) for maker, setup in pickle.loads(base64.b64decode(setups))]
-    except UserError as error:
-        print(error, file=sys.stderr)  # the last line of what a helper that does not start says is its error
-        raise SystemExit(2) from None
-    os.dup2(null, 2)
-    _send(replies, b"")  # ready
-    while header := requests.read(HEADER.size):
-        (size,) = HEADER.unpack(header)
-        _send(replies, json.dumps(_judge(judges, requests.read(size))).encode())
+
+    def make() -> Callable[[bytes], float | str]:
+        module = importlib.import_module(module_name)
+        try:
+            judges = [getattr(module, maker)(*setup) for maker, setup in pickle.loads(base64.b64decode(setups))]
+        except UserError as error:
+            print(error, file=sys.stderr)  # the last line of what a helper that does not start says is its error
+            raise SystemExit(2) from None
+        return lambda request: _judge(judges, request)
+
+    if mechanism == "own":
+        answer = make()
+        os.dup2(null, 2)
+        _serve_here(requests, replies, answer)
+    else:
+        serve(requests, replies, Rules(mechanism, _packages(), time_s, MEMORY_BYTES, low=0.0, high=1.0), make)
 
 
-def _judge(judges: list[Callable[..., float]], request: bytes) -> dict[str, Any]:
+def _judge(judges: list[Callable[..., float]], request: bytes) -> float | str:
     number, arguments = pickle.loads(request)
     try:
-        return {"reward": judges[number](*arguments)}
+        return judges[number](*arguments)
     except UserError as error:
-        return {"error": str(error)}
+        return str(error)
+    except ImportError:
+        raise  # what the judge itself lacks is no fault of the answer: no verdict
     except (Exception, RecursionError, MemoryError):  # whatever a hostile answer makes a parser raise
-        return {"reward": 0.0}
+        return 0.0
 
 
-def _send(replies: Any, data: bytes) -> None:
-    replies.write(HEADER.pack(len(data)) + data)
-    replies.flush()
+def _serve_here(requests: int, replies: int, answer: Callable[[bytes], float | str]) -> None:
+    incoming, outgoing = os.fdopen(requests, "rb"), os.fdopen(replies, "wb")
+    outgoing.write(HEADER.pack(0))  # ready
+    outgoing.flush()
+    while header := incoming.read(HEADER.size):
+        value = answer(incoming.read(*HEADER.unpack(header)))
+        reply = json.dumps({"error": value} if isinstance(value, str) else {"reward": value}).encode()
+        outgoing.write(HEADER.pack(len(reply)) + reply)
+        outgoing.flush()
+
+
+def _packages() -> dict[str, str]:
+    """Folders that this interpreter imports from, as they lie on disk -> as it names them.
+
+    Of the repository only the package: runs and data sets lie beside it.
+    """
+    folders = [f"{folder}/quads" if folder == REPOSITORY else folder for folder in map(os.path.abspath, sys.path)]
+    return {os.path.realpath(folder): folder for folder in folders if os.path.isdir(folder)}
 
 
 if __name__ == "__main__":
     sys.setrecursionlimit(3000)
-    main(sys.argv[1], sys.argv[2], "--own" in sys.argv[3:])
+    main(sys.argv[1], sys.argv[2], sys.argv[3], float(sys.argv[4]))

@@ -5,16 +5,18 @@ import json
 import os
 import pickle
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
 from quads.errors import UserError
-from quads.sandbox.helpers import REPOSITORY, Helper, HelperPool, default_workers, then
+from quads.rl.rewards.isolation import isolation, user_error
+from quads.sandbox.helpers import REPOSITORY, Helper, HelperError, HelperPool, default_workers, then
 from quads.types import Verdict
 
-FEW = 32
+BATCH = 50  # gold answers in one request: as many bits as a float has
+GRACE_S = 5.0  # beyond the limit before the process that should keep it is killed; a busy machine is slow
 # A judge needs the interpreter and its packages, nothing of the user's environment.
 KEPT_VARIABLES = ("PATH", "LD_LIBRARY_PATH", "LANG", "TMPDIR", "HOME")
 
@@ -42,13 +44,21 @@ class JudgePool:
 
     Args:
         module: its functions make the judges of this pool, such as `quads.rl.rewards.math`.
-        own: whether these are the user's functions. Then a judge keeps the user's environment and has no memory limit.
+        own: whether these are the user's functions. Then a judge keeps the user's environment and is not confined.
+        mechanism: gives the one that confines judges, when the first one starts.
 
     Example: `JudgePool("quads.rl.rewards.math", 2, 5.0).add("make_judge", False).submit("1/2", "so \\\\boxed{0.5}")`
     """
 
-    def __init__(self, module: str, workers: int = 0, time_s: float = 5.0, own: bool = False):
-        self.module, self.time_s, self.own = module, time_s, own
+    def __init__(
+        self,
+        module: str,
+        workers: int = 0,
+        time_s: float = 5.0,
+        own: bool = False,
+        mechanism: Callable[[], str] = isolation,
+    ):
+        self.module, self.time_s, self.own, self._mechanism = module, time_s, own, mechanism
         self.workers = default_workers(workers)
         self._setups: list[tuple[str, tuple[Any, ...]]] = []
         self._started = False
@@ -63,30 +73,41 @@ class JudgePool:
 
     def start(self) -> None:
         """Start one process, and wait until its judges are made. UserError with what it printed if they cannot be."""
-        self._pool.submit(lambda helper: b"").result()
+        try:
+            self._pool.submit(lambda helper: b"").result()
+        except HelperError as error:
+            raise user_error(error) from None
 
     def submit(self, number: int, arguments: Sequence[Any]) -> "Future[Verdict]":
         """One request to the `number`-th judge."""
         request = pickle.dumps((number, tuple(arguments)))
-        return then(self._pool.submit(lambda helper: self._ask(helper, request)), _verdict)
+        return then(self._pool.submit(lambda helper: self._ask(helper, request)), _verdict, user_error)
 
     def close(self) -> None:
         """Kill the processes."""
         self._pool.close()
 
-    def _ask(self, helper: Helper, request: bytes) -> bytes:
-        """A judge that has died, perhaps while idle, has not answered: ask once more. One that hangs is not asked."""
+    def _ask(self, helper: Helper, request: bytes) -> dict[str, Any]:
+        """A judge that died, perhaps while idle, has not answered: ask once more. One that took too long is not."""
         try:
-            return helper.ask(request, self.time_s)
+            reply = self._ask_once(helper, request)
         except (EOFError, BrokenPipeError):
             helper.kill()
             helper.start()
-            return helper.ask(request, self.time_s)
+            reply = {"none": "died"}
+        return self._ask_once(helper, request) if reply.get("none") == "died" else reply
+
+    def _ask_once(self, helper: Helper, request: bytes) -> dict[str, Any]:
+        # A confined judge keeps the time itself, and lives on; this is for one that does not.
+        return json.loads(helper.ask(request, self.time_s if self.own else self.time_s + GRACE_S))
 
     def _helper(self) -> Helper:
         self._started = True
         setups = base64.b64encode(pickle.dumps(self._setups)).decode()
-        command = [sys.executable, "-m", "quads.rl.rewards.judge", self.module, setups, *(["--own"] * self.own)]
+        path = [] if self.own else ["-P"]  # what lies in the current folder is no package of a confined judge
+        mechanism = "own" if self.own else self._mechanism()
+        arguments = [self.module, setups, mechanism, str(self.time_s)]
+        command = [sys.executable, *path, "-m", "quads.rl.rewards.judge", *arguments]
         return Helper(command, judge_environment(inherit=self.own))
 
 
@@ -115,19 +136,21 @@ class AnswerCheck:
     def __call__(self, answers: list[str]) -> list[bool]:
         """[number of answers], True where the answer can be read."""
         unknown = [answer for answer in dict.fromkeys(answers) if answer not in self._known and not _plain(answer)]
-        if len(unknown) <= FEW:  # a judge takes longer to start than to read these: one does it
-            verdicts = [self._judge.submit(answer).result() for answer in unknown]
-        else:
-            verdicts = [future.result() for future in [self._judge.submit(answer) for answer in unknown]]
-        self._known.update({a: verdict.reward == 1.0 for a, verdict in zip(unknown, verdicts, strict=True)})
+        batches = [unknown[i : i + BATCH] for i in range(0, len(unknown), BATCH)]
+        for batch, future in [(batch, self._judge.submit(batch)) for batch in batches]:
+            verdict = future.result()
+            bits = int(verdict.reward * 2**BATCH)
+            self._known.update({answer: bool(bits >> i & 1) for i, answer in enumerate(batch)})
+            if verdict.failed:  # one of them takes for ever, or breaks a judge: it alone cannot be read
+                single = [(answer, self._judge.submit([answer])) for answer in batch]
+                self._known.update({answer: future.result().reward > 0.0 for answer, future in single})
         return [self._known.get(answer, True) for answer in answers]
 
 
-def _verdict(reply: tuple[bytes | None, float]) -> Verdict:
-    answer, seconds = reply
-    if answer is None:
+def _verdict(reply: tuple[dict[str, Any] | None, float]) -> Verdict:
+    found, seconds = reply
+    if found is None or "none" in found:
         return Verdict(0.0, seconds, failed=True)
-    found = json.loads(answer)
     if "error" in found:
         raise RewardError(found["error"])
     return Verdict(found["reward"], seconds)

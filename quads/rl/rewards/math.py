@@ -14,7 +14,7 @@ import sympy
 
 from quads.config.sections import SourceSettings
 from quads.data.rows import Prompt, text_answer
-from quads.rl.rewards.judges import AnswerCheck
+from quads.rl.rewards.judges import BATCH, AnswerCheck
 from quads.rl.rewards.math_equal import equal
 from quads.rl.rewards.math_parse import parse_answer
 from quads.rl.rewards.math_text import clean, extract_answer, plain_words
@@ -28,6 +28,20 @@ MAX_GRAMMAR_LENGTH = 300  # characters math-verify is given
 GRAMMAR = re.compile(r"\\(?:i*int|oint|sum|prod|lim|limsup|liminf|[pb]?mod|partial|Re|Im|arg|mid)(?![a-zA-Z])")
 WORD = re.compile(r"(?<!\\)\b[a-zA-Z]{2,}")
 MAX_WORDS = 6  # of a gold answer that is words, not mathematics
+# One of each kind, so that what a kind imports is there.
+WARM = (
+    (r"\int_0^1 x\,dx", "(0, 1)"),
+    (r"\int_0^1 x\,dx", r"\int_0^2 x\,dx"),
+    ("0.5", r"\frac{1}{2}"),
+    (r"1+\sqrt{2}", r"\sqrt{2}+1"),
+    ("(x+1)^2", "x^2+2x+1"),
+    ("(0, 1]", "[0, 1]"),
+    (r"\{1, 2\}", r"\{2, 1\}"),
+    (r"\frac{\pi}{3}", r"60^\circ"),
+    ("x<-1 or x>1", r"(-\infty,-1)\cup(1,\infty)"),
+    (r"\log_2 8", "3"),
+    ("5 cm", "0.05 m"),
+)
 
 
 class Math(Reward):
@@ -55,14 +69,15 @@ class Math(Reward):
 
 
 def make_judge(percent_as_unit: bool) -> Callable[[str, str], float]:
-    """`math_reward` of a source, warmed up: the first answer should not wait for imports."""
-    math_reward(r"\int_0^1 x\,dx", r"\boxed{(0, 1)}")
+    """`math_reward` of a source, warmed up: each answer is judged in a fork, which should not wait for imports."""
+    for gold, answer in WARM:
+        math_reward(gold, rf"\boxed{{{answer}}}")
     return lambda gold, response: math_reward(gold, response, percent_as_unit)
 
 
-def make_readable() -> Callable[[str], float]:
-    """`is_readable`, for the judge."""
-    return lambda gold: float(is_readable(gold))
+def make_readable() -> Callable[[list[str]], float]:
+    """`is_readable` of up to 50 gold answers, for the judge: the i-th is bit i of the number times 2^50."""
+    return lambda golds: sum(is_readable(gold) << i for i, gold in enumerate(golds)) / 2**BATCH
 
 
 def math_reward(gold: str, response: str, percent_as_unit: bool = False) -> float:

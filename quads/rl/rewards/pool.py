@@ -4,6 +4,7 @@
 time has no verdict.
 """
 
+import functools
 import importlib
 from collections.abc import Mapping
 from concurrent.futures import Future
@@ -14,11 +15,10 @@ from quads.config.sections import REWARDS, RewardSettings, SourceSettings
 from quads.config.sources import reward_name, weighted_rewards
 from quads.errors import UserError
 from quads.rl.rewards.function import Function
+from quads.rl.rewards.isolation import isolation, program_limits
 from quads.rl.rewards.judges import Judge, JudgePool
 from quads.rl.rewards.reward import Graders, Reward
 from quads.rl.rewards.weighted import Weighted
-from quads.sandbox.confinement import Limits
-from quads.sandbox.isolation import NoIsolation, find_isolation
 from quads.sandbox.pool import Sandbox
 from quads.types import Example, Verdict
 
@@ -42,10 +42,10 @@ class RewardPool:
 
     def check(self) -> str:
         """Find out now, not after the first rollout, what may not work here -> the mechanism that isolates generated
-        programs, "" if no source has any.
+        programs and judged answers, "" if no source has any.
 
         Raises:
-            UserError: a function of the user cannot be used, or generated programs cannot be isolated.
+            UserError: a function of the user cannot be used, or programs and answers cannot be isolated.
         """
         return self._processes.check()
 
@@ -87,28 +87,6 @@ def reward_class(word: str) -> type[Reward]:
     return getattr(importlib.import_module(f"quads.rl.rewards.{word}"), word.capitalize())
 
 
-def isolation(settings: RewardSettings) -> str:
-    """The mechanism that confines programs and answers here. UserError if there is none."""
-    try:
-        return find_isolation(settings.sandbox)
-    except NoIsolation as reason:
-        raise UserError(
-            f"generated programs and answers cannot be isolated here ({reason}). Allow user namespaces or Landlock, or "
-            'set [reward] sandbox = "none" to run them with limits only, on a machine that may be harmed'
-        ) from None
-
-
-def program_limits(settings: RewardSettings) -> Limits:
-    """What one generated program may use."""
-    return Limits(
-        time_s=settings.code_time_s,
-        memory=settings.code_memory_mib << 20,
-        output=int(settings.code_output_mib * (1 << 20)),
-        disk=settings.code_disk_mib << 20,
-        threads=settings.code_threads,
-    )
-
-
 class _Processes:
     """`Graders`: a pool of judges for each module, and one of sandboxes."""
 
@@ -121,23 +99,29 @@ class _Processes:
     def judge(self, module: str, maker: str, *setup: Any) -> Judge:
         if module not in self._judges:
             own = module == Function.__module__
-            self._judges[module] = JudgePool(module, self.settings.workers, self.settings.judge_time_s, own)
+            s = self.settings
+            self._judges[module] = JudgePool(module, s.workers, s.judge_time_s, own, lambda: self.mechanism)
         return self._judges[module].add(maker, *setup)
 
     def need_sandbox(self) -> None:
         self.programs = True
 
+    @functools.cached_property
+    def mechanism(self) -> str:
+        return isolation(self.settings.sandbox)
+
     @property
     def sandbox(self) -> Sandbox:
         if self._sandbox is None:
             s = self.settings
-            self._sandbox = Sandbox(isolation(s), program_limits(s), s.code_total_s, s.workers)
+            self._sandbox = Sandbox(self.mechanism, program_limits(s), s.code_total_s, s.workers)
         return self._sandbox
 
     def check(self) -> str:
         if Function.__module__ in self._judges:
             self._judges[Function.__module__].start()
-        return self.sandbox.mechanism if self.programs else ""
+        confined = self.programs or self._judges.keys() - {Function.__module__}
+        return self.mechanism if confined else ""
 
     def close(self) -> None:
         for pool in (*self._judges.values(), self._sandbox):

@@ -1,8 +1,6 @@
 """Reward `task`: the own scorer of a reasoning-gym data set, run in a judge."""
 
 import ast
-import inspect
-import re
 import sys
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -16,7 +14,9 @@ from quads.rl.rewards.reward import Graders, Reward
 from quads.rl.rewards.text import tagged
 from quads.types import Example, Verdict
 
-NOT_MATHEMATICS = re.compile(r"""["'`{}\[\]:;@=]|__|\.\s*[A-Za-z_]|\b(lambda|eval|exec|open|import)\b""")
+# Modules of reasoning-gym whose scorers call eval on an answer that stands for a list.
+EVALUATE_ANSWERS = ("algorithmic.binary_matrix", "algorithmic.spiral_matrix", "algorithmic.string_insertion")
+EVALUATE_ANSWERS += ("games.n_queens",)
 
 
 class Task(Reward):
@@ -47,20 +47,24 @@ class Task(Reward):
 def make_judge(name: str, params: dict[str, Any]) -> Callable[[dict[str, Any], str | None], float]:
     """Scores answers to problems of one data set."""
     dataset = make_dataset(f"reasoning-gym {name}", name, params, seed=1, size=64)
+    dataset[0]  # what the first problem imports, forks need not
+    read_literals()
     return lambda entry, text: score(dataset, text, entry)
+
+
+def read_literals() -> None:
+    """What these modules of reasoning-gym call `eval` reads literals from here on. No wall: it keeps policies from
+    learning that `entry["answer"]` is an answer."""
+    for name in EVALUATE_ANSWERS:
+        sys.modules[f"reasoning_gym.{name}"].eval = ast.literal_eval  # type: ignore[attr-defined]
 
 
 def score(dataset: Any, text: str | None, entry: dict[str, Any]) -> float:
     """The data set's own score of a response, in [0, 1]; 0 where there is no answer.
 
-    Some scorers run the answer as Python with the entry in sight: the response `entry["answer"]` would be its own
-    solution. `eval` is narrowed to literals for those, and what sympy parses must look like an expression.
+    Some scorers run the answer as Python, or hand it to a parser that does: only a confined fork may call this. Such an
+    answer can then give itself any score, so `read_literals` narrows the ones that call `eval` by name.
     """
     if not text:
-        return 0.0
-    source = inspect.getsource(type(dataset).score_answer)
-    if "eval(answer)" in source:
-        sys.modules[type(dataset).__module__].eval = ast.literal_eval  # type: ignore[attr-defined]
-    if "parse_expr(" in source and NOT_MATHEMATICS.search(text):
         return 0.0
     return min(1.0, max(0.0, float(dataset.score_answer(text, entry))))
