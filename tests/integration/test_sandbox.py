@@ -1,7 +1,10 @@
 """Hostile programs in the sandbox: none passes, outlives its limit or leaves a file or process. Honest ones pass."""
 
 import os
+import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 import uuid
@@ -158,8 +161,8 @@ def _servers() -> list[int]:
     return found
 
 
-def _wait_for(condition) -> bool:
-    deadline = time.monotonic() + 5
+def _wait_for(condition, seconds: float = 5.0) -> bool:
+    deadline = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > deadline:
             return False
@@ -186,6 +189,88 @@ def test_two_programs_share_nothing(sandbox: Sandbox) -> None:
     for _ in range(3):  # more often than there are servers
         outcomes(sandbox, leave, ("", ""))
         assert [found.output for found in outcomes(sandbox, look, ("", ""))] == [b"[] False False\n"] * 2
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import os\nos.chmod('.', 0)",
+        "import os\nfd = os.open('a', os.O_CREAT | os.O_RDWR)\nos.unlink('a')\n"
+        "import time\nfor i in range(100):\n    os.write(fd, bytes(1 << 19)); os.lseek(fd, 0, 2); time.sleep(0.02)",
+        "import os\nfor i in range(99): os.posix_fallocate(os.open(f'a{i}', 65), 0, 1 << 20)",
+    ],
+    ids=["mode of its folder", "removed but open", "allocated"],
+)
+def test_a_program_that_spoils_its_folder_fails_alone(sandbox: Sandbox, code: str) -> None:
+    spoiled = [outcome(sandbox, code).verdict for _ in range(3)]
+    assert set(spoiled) <= {"failed", "disk", "ok"} and ("ok" not in spoiled or "chmod" in code)
+    assert [outcome(sandbox, "open('a', 'w').write('x'); print(1)").verdict for _ in range(3)] == ["ok"] * 3
+
+
+TRAINER = """
+import sys, time
+from quads.sandbox.confinement import Limits
+from quads.sandbox.pool import Job, Sandbox
+from quads.rl.rewards.judges import JudgePool
+sandbox = Sandbox(sys.argv[1], Limits(60.0, 1 << 28, 1 << 16, 1 << 20, 4), workers=2)
+code = "import os, time\\nopen('a', 'w').write('x')\\ntime.sleep(3600)"
+for _ in range(2): sandbox.submit(Job(code, ("",)), lambda *_: True)
+judge = JudgePool("quads.rl.rewards.math", 1, 60.0, mechanism=lambda: sys.argv[1]).add("make_judge", False)
+judge.submit("7", "7").result()
+judge.submit("1", chr(92) + "boxed{" + chr(92) + "int_0^1 (x^x)^{x^x}" + chr(92) + "sin(x^x) dx}")
+time.sleep(1.5)
+print(sandbox._folder, flush=True)
+time.sleep(3600)
+"""
+
+
+@pytest.mark.parametrize("victim", ["trainer", "supervisor"])
+def test_nothing_outlives_the_trainer(sandbox: Sandbox, victim: str) -> None:
+    command = [sys.executable, "-c", TRAINER, sandbox.mechanism]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as trainer:
+        assert trainer.stdout
+        folder = trainer.stdout.readline().strip()
+        family = _family(trainer.pid)
+        assert len(family) > 6 and bool(folder) == (sandbox.mechanism == "landlock")
+        if victim == "supervisor":
+            servers = [
+                pid for pid in family if b"quads.sandbox.server" in _command(pid) and _parent(pid) == trainer.pid
+            ]
+            assert len(servers) == 2
+            jobs = [pid for pid in family if _parent(pid) in servers]
+            below = [pid for job in jobs for pid in _family(job)]
+            for pid in jobs:
+                os.kill(pid, signal.SIGKILL)
+            assert below and _wait_for(lambda: not any(map(_alive, [*jobs, *below])))
+        os.kill(trainer.pid, signal.SIGKILL)
+    assert _wait_for(lambda: not any(map(_alive, family)), seconds=10), [pid for pid in family if _alive(pid)]
+    assert _wait_for(lambda: not os.listdir(folder) if folder and os.path.exists(folder) else True, seconds=10)
+    if folder:  # the next start takes away what is left, and nothing that is another's
+        make("landlock").close()
+        assert not os.path.exists(folder) and os.path.exists(sandbox._folder)
+
+
+def _family(pid: int) -> list[int]:
+    found = []
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        for child in map(int, (task / "children").read_text().split()):
+            found += [child, *_family(child)]
+    return found
+
+
+def _command(pid: int) -> bytes:
+    return Path(f"/proc/{pid}/cmdline").read_bytes()
+
+
+def _parent(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+def _alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
 
 
 def test_clean_environment(sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch) -> None:

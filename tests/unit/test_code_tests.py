@@ -4,6 +4,7 @@ import base64
 import dataclasses
 import json
 import pickle
+import time
 import zlib
 from typing import Any
 
@@ -158,6 +159,20 @@ def test_tolerance_of_returned_values() -> None:
     )
     exact = dataclasses.replace(tests, tolerance=0.0)
     assert not exact.accepts(0, [0.1 + 0.2, 1]) and exact.accepts(0, [0.3, 1])
+
+
+def test_comparing_a_long_output_does_not_hold_the_trainer_up() -> None:
+    tests = CodeTests("", ("",), ("1 " * 500_000,), numeric_lines=True)
+    assert tests.accepts(0, "1 " * 500_000 + " ")  # however long, where it is the same text
+    started = time.process_time()
+    assert not tests.accepts(0, "1.0 " * 500_000)  # 2 MB in other words
+    assert time.process_time() - started < 0.2
+    numbers = [str(10**6 + i) for i in range(16_000)]
+    tests = CodeTests("", ("",), (" ".join(numbers),), numeric_lines=True)
+    started = time.process_time()
+    assert tests.accepts(0, " ".join(f"{number}.0" for number in numbers))
+    assert not tests.accepts(0, " ".join(f"{number}.5" for number in numbers))
+    assert time.process_time() - started < 0.4
 
 
 def test_integers_of_any_length_are_exact() -> None:

@@ -17,6 +17,7 @@ from decimal import Decimal, InvalidOperation
 from typing import Any
 
 LONGEST_NUMBER = 50_000  # characters
+MOST_REWRITTEN = 1 << 18  # characters of the lines of one output that are not equal as text
 TABLE_TOLERANCE = 1e-6  # of APPS, TACO and their heirs, whose own judges compare floats
 LIVECODEBENCH_COLUMNS = ("starter_code", "public_test_cases", "private_test_cases", "metadata")
 
@@ -50,7 +51,11 @@ class CodeTests:
         if not self.numeric_lines and not self.tolerance:
             return False
         ours, theirs = produced.strip().split("\n"), expected.strip().split("\n")
-        return len(ours) == len(theirs) and all(map(self._same_line, ours, theirs))
+        if len(ours) != len(theirs):
+            return False
+        differ = [(a.strip(), b.strip()) for a, b in zip(ours, theirs, strict=True) if a.strip() != b.strip()]
+        # Reading numbers holds the trainer up: lines that are equal need none, and the others have a bound.
+        return sum(len(a) for a, _ in differ) <= MOST_REWRITTEN and all(self._same_line(a, b) for a, b in differ)
 
     def _same_json(self, ours: Any, theirs: Any) -> bool:
         """Equal JSON values: 1 and 1.0 are equal, True and 1 are not. Decimals may differ by the tolerance."""
@@ -65,13 +70,10 @@ class CodeTests:
         return ours == theirs
 
     def _same_line(self, ours: str, theirs: str) -> bool:
-        """Lines that are equal but for spaces at their ends, or lines of equal numbers, however written."""
-        ours, theirs = ours.strip(), theirs.strip()
-        if ours == theirs:
-            return True
+        """Lines of equal numbers, however written."""
         a, b = ours.split(), theirs.split()
         try:
-            return len(a) == len(b) and all(map(self._same_number, a, b))
+            return len(a) == len(b) and all(self._same_number(x, y) for x, y in set(zip(a, b, strict=True)))
         except InvalidOperation:  # a word
             return False
 
