@@ -118,7 +118,7 @@ class TaskSettings:
 REWARDS = {
     "task": "the own scorer of the reasoning_gym data set",
     "exact": "equal text",
-    "math": "quads' own comparison of the final answer with the gold one; integrals, sums and limits go to math-verify",
+    "math": "equal final answers; math-verify's grammar reads expressions, quads checks shapes and units around them",
     "code": "tests that run the response's program in a sandbox",
 }
 

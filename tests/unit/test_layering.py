@@ -79,7 +79,7 @@ BUDGETS = {
     "rollout/native": 900,
     "rollout/vllm": 2450,
     "rl": 1400,
-    "rl/rewards": 2900,
+    "rl/rewards": 2700,
     "data": 1300,
     "sandbox": 1850,  # judges are confined here as well
     "lab": 2400,

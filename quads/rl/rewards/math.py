@@ -1,8 +1,9 @@
 """Is the final answer of a response equal to the gold answer? Runs inside a judge (judge.py), which may be killed.
 
-Both are parsed and compared exactly (math_parse.py, math_equal.py). What that parser does not know, integrals and sums,
-goes to math-verify, under guards: it rounds floats, drops units and is not symmetric, so it must agree in both
-directions, and its values to 30 digits. Its grammar takes seconds over nonsense, so it sees nothing else.
+A guard around math-verify's LaTeX grammar. What text is the answer (math_text.py), what shape it has, what its words
+and units say (math_shapes.py, math_units.py) is decided first: the grammar takes (4, 3) for an empty interval, drops
+units, and spends seconds on nonsense. It reads single expressions, from text that the guard wrote (math_expression.py).
+Two shapes are compared exactly (math_compare.py); math-verify's own comparison rounds and is not symmetric.
 """
 
 import re
@@ -10,22 +11,30 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
-import sympy
-
 from quads.config.sections import SourceSettings
 from quads.data.rows import Prompt, text_answer
 from quads.rl.rewards.judges import BATCH, AnswerCheck
-from quads.rl.rewards.math_equal import equal
-from quads.rl.rewards.math_parse import parse_answer
-from quads.rl.rewards.math_text import clean, extract_answer, plain_words
-from quads.rl.rewards.math_values import Words
+from quads.rl.rewards.math_compare import Comparison
+from quads.rl.rewards.math_shapes import Words, read_shape
+from quads.rl.rewards.math_text import Unreadable, clean, plain_words
 from quads.rl.rewards.reward import Graders, Reward
 from quads.types import Example, Verdict
 
-MAX_LENGTH = 2_000  # characters of an answer; longer ones are no answers
 SPACE = re.compile(r"(?<!\d)\s+|\s+(?!\d)")  # not between two numbers
-MAX_GRAMMAR_LENGTH = 300  # characters math-verify is given
-GRAMMAR = re.compile(r"\\(?:i*int|oint|sum|prod|lim|limsup|liminf|[pb]?mod|partial|Re|Im|arg|mid)(?![a-zA-Z])")
+CHOICE = re.compile(r"(?:\\text\w*\{\s*)?\(([A-F])\)\s*\}?\s*(?=[-\d$]|\\[fst])")  # \textbf{(C)} 12
+RESIDUE = re.compile(r"\(?\s*\\(?:pmod|mod)\s*\{?([^{}()]*)\}?\s*\)?\s*$")  # 204 \pmod{1000}
+FINAL_PATTERNS = (
+    re.compile(r"####\s*"),
+    re.compile(r"final answer[ \t]*(?:is|=|:)+\s*", re.IGNORECASE),
+    re.compile(r"(?:answer|result|solution|value|option|choice)\**[ \t]*(?:is|=|:)+\**\s*", re.IGNORECASE),
+)
+BOX = re.compile(r"\\(?:boxed|fbox)(?![a-zA-Z])\s{0,9}")
+BRACE = re.compile(r"\\[{}\\]|[{}]")
+# What sympy raises on expressions that make no sense.
+FAULTS = (Unreadable, ArithmeticError, AttributeError, NotImplementedError, RecursionError, TypeError, ValueError)
+MAX_LENGTH = 2_000  # characters of an answer; longer ones are no answers
+# A sentence ends where a full stop is followed by space or the end; a decimal point is not.
+SENTENCE_END = re.compile(r"\.(?=\s|$)")
 WORD = re.compile(r"(?<!\\)\b[a-zA-Z]{2,}")
 MAX_WORDS = 6  # of a gold answer that is words, not mathematics
 # One of each kind, so that what a kind imports is there.
@@ -41,6 +50,11 @@ WARM = (
     ("x<-1 or x>1", r"(-\infty,-1)\cup(1,\infty)"),
     (r"\log_2 8", "3"),
     ("5 cm", "0.05 m"),
+    (r"\frac{n(n+1)}{2}", r"\sum_{k=1}^n k"),
+    (r"\frac{-b - \sqrt{b^2-4ac}}{2a}", r"\frac{b + \sqrt{b^2-4ac}}{-2a}"),
+    (r"\sin^2 x + e^{-x} + |y|", r"e^{-x} + \sin^2 x + |y|"),
+    (r"2^{10^9}+1", r"1+2^{10^9}+0"),
+    ("x = 3, y = 4", "(3, 4)"),
 )
 
 
@@ -88,27 +102,38 @@ def math_reward(gold: str, response: str, percent_as_unit: bool = False) -> floa
 
 def same_answer(gold: str, answer: str, percent_as_unit: bool = False) -> bool:
     """Are two answers, as LaTeX or plain text, equal?"""
+    if max(len(gold), len(answer)) > MAX_LENGTH:
+        return False
     gold, answer = clean(_unboxed(gold)), clean(answer)
-    if not gold or not answer or max(len(gold), len(answer)) > MAX_LENGTH:
+    if not gold or not answer:
         return False
     if SPACE.sub("", gold) == SPACE.sub("", answer):
         return True
-    ours, theirs = _parse(gold), _parse(answer)
+    choice = CHOICE.match(gold)
+    if choice:  # (C) 12: the letter or the value
+        return plain_words(answer) == choice[1].lower() or same_answer(gold[choice.end() :], answer, percent_as_unit)
+    moduli = RESIDUE.search(gold), RESIDUE.search(answer)
+    if all(moduli) and len({found[1].strip() for found in moduli if found}) > 1:
+        return False
+    ours, theirs = _shape(gold), _shape(answer)
     if isinstance(ours, Words) or isinstance(theirs, Words):
         return plain_words(gold) == plain_words(answer) != ""
-    if ours is not None and theirs is not None:
-        return bool(equal(ours, theirs, percent_as_unit))
-    return _math_verify_agrees(gold, answer)
+    if ours is None or theirs is None:
+        return False
+    try:
+        return Comparison(percent_as_unit).same(ours, theirs)
+    except FAULTS:
+        return False
 
 
 def is_readable(gold: str) -> bool:
     """Can this gold answer be compared with anything?"""
+    if len(gold) > MAX_LENGTH:
+        return False
     gold = clean(_unboxed(gold))
-    if not gold or len(gold) > MAX_LENGTH:
+    if not gold or len(WORD.findall(gold)) > MAX_WORDS + gold.count("\\begin{"):
         return False
-    if len(WORD.findall(gold)) > MAX_WORDS + gold.count("\\begin{"):
-        return False
-    return _parse(gold) is not None or bool(_math_verify_values(gold))
+    return _shape(gold) is not None
 
 
 def _unboxed(gold: str) -> str:
@@ -116,37 +141,56 @@ def _unboxed(gold: str) -> str:
     return (extract_answer(gold) or gold) if "\\boxed" in gold else gold
 
 
-def _parse(text: str) -> Any:
+def _shape(text: str) -> Any:
     try:
-        return parse_answer(text)
-    except Exception:  # besides Unreadable: sympy raises many things on expressions that make no sense
+        return read_shape(RESIDUE.sub("", text))
+    except FAULTS:
         return None
 
 
-def _math_verify_values(text: str) -> list[Any]:
-    """An expression as a list of one: ours where we can read it, else math-verify's; [] for what neither can."""
-    own = _parse(text)
-    if isinstance(own, sympy.Expr):
-        return [own]
-    if len(text) > MAX_GRAMMAR_LENGTH or not GRAMMAR.search(text):
-        return []
-    from math_verify import parse  # slow, and seldom needed
-
-    return [value for value in parse(f"${text}$", parsing_timeout=0) if not isinstance(value, str)]
+# ---- which text is the answer
 
 
-def _math_verify_agrees(gold: str, answer: str) -> bool:
-    from math_verify import verify
+def extract_answer(response: str) -> str | None:
+    """The last boxed answer, else what follows the last `answer is`, else a response that is one bare expression.
 
-    ours, theirs = _math_verify_values(gold), _math_verify_values(answer)
-    if not ours or not theirs:
-        return False
-    if not all(
-        verify(a, b, float_rounding=15, numeric_precision=30, timeout_seconds=0)
-        for a, b in ((ours, theirs), (theirs, ours))
-    ):
-        return False
-    a, b = ours[0], theirs[0]
-    if isinstance(a, sympy.Expr) and isinstance(b, sympy.Expr) and a.is_number and b.is_number:
-        return bool(abs((a - b).evalf(40)) <= sympy.Float(10) ** -30 * (1 + abs(a.evalf(40))))
-    return True
+    A closed `</think>` block is thinking, not answer. The last attempt counts: a last box that is empty or never closed
+    is no answer, whatever was boxed before. None: there is no answer. Linear in time.
+    """
+    response = response.rpartition("</think>")[2]
+    boxes = max(response.rfind("\\boxed"), response.rfind("\\fbox"))
+    box = BOX.match(response, boxes) if boxes >= 0 else None
+    if box:
+        return _boxed(response[box.end() : box.end() + MAX_LENGTH + 2])
+    for pattern in FINAL_PATTERNS:
+        ends = [found.end() for found in pattern.finditer(response)]
+        if ends:
+            return _first_statement(response[ends[-1] : ends[-1] + MAX_LENGTH].partition("\n")[0])
+    response = response.strip()
+    if len(response) > MAX_LENGTH or "\n" in response:
+        return None
+    words = re.findall(r"(?<!\\)\b[a-zA-Z]{2,}\b", re.sub(r"\\text\{[^}]*\}", "", response))
+    return _first_statement(response) if len(words) <= 1 else None
+
+
+def _boxed(text: str) -> str | None:
+    """What is boxed, from right after the command. None for nothing, and for a brace that is never closed."""
+    if not text.startswith("{"):  # \\boxed 5
+        found = re.match(r"[^\s$.,{}]+", text)
+        return found[0] if found else None
+    depth = 0
+    for brace in BRACE.finditer(text):
+        depth += {"{": 1, "}": -1}.get(brace[0], 0)
+        if depth == 0:
+            return text[1 : brace.start()].strip() or None
+    return None
+
+
+def _first_statement(text: str) -> str | None:
+    """The part of a line that is the answer: up to the end of the sentence, without Markdown and delimiters."""
+    text = text.replace("**", "").strip()
+    delimited = re.match(r"[^$\\]{0,40}?(\$\$?|\\\(|\\\[)(.+?)(\$\$?|\\\)|\\\])", text)
+    if delimited and not re.match(r"\$\s*\d[\d,.]*\s*(?:[a-zA-Z.]|$)", text):  # `$5` is money, `$5$` is mathematics
+        return delimited[2].strip() or None
+    text = SENTENCE_END.split(text)[0].strip()
+    return text or None

@@ -1,7 +1,9 @@
-"""Units that answers carry: names to SI factors, so that 1 m equals 100 cm and never 1 cm."""
+"""Words in answers, and the units among them: names to SI factors, so that 1 m equals 100 cm and never 1 cm."""
 
 import re
 from fractions import Fraction
+
+from quads.rl.rewards.math_text import FUNCTIONS, GREEK
 
 # (dimension, names, factor to SI). L length, M mass, T time, A angle, $ € £ money, E energy, F force, P power.
 TABLE = (
@@ -45,6 +47,13 @@ UNITS = {name: (dimension, Fraction(factor)) for dimension, names, factor in TAB
 
 # Single letters are units only where they are written as text: "5 m" may be five times m.
 WORDS = frozenset(name for name in UNITS if len(name) > 1 and name not in ("in", "ms", "mi"))
+TEXT = re.compile(
+    r"\\(?:text|textbf|textit|textrm|textsf|mathrm|mbox|operatorname|hbox|rm|emph|textnormal)\*?\s*"
+    r"(?:\{([^{}]*)\}|([a-zA-Z])(?![a-zA-Z]))"
+)
+WORD = re.compile(r"⟦[^⟧]*⟧|\\(?:begin|end)\{\w+\}|\\[a-zA-Z]+|[a-zA-Z]{2,}(?:[ -]+[a-zA-Z]{2,})*")
+NAMES = FUNCTIONS | GREEK | {"sqrt", "pi", "infty"}
+FRACTION_OF_WORDS = re.compile(r"\\frac\s*\{\s*⟦([^⟧]*)⟧\s*\}\s*\{\s*⟦([^⟧]*)⟧\s*(?:\^\{?(\d)\}?)?\s*\}")
 
 
 def read_unit(text: str) -> tuple[str, Fraction] | None:
@@ -75,3 +84,55 @@ def read_unit(text: str) -> tuple[str, Fraction] | None:
     if not dimension:
         return None
     return " ".join(f"{base}{exponent}" for base, exponent in sorted(dimension.items()) if exponent), factor
+
+
+def mark_words(text: str) -> str:
+    """Words, as \\text or bare, between ⟦ and ⟧; names of functions as commands; two-letter relations as commands."""
+    text = TEXT.sub(_text, text)
+    text = WORD.sub(_word, text)
+    for written, command in (("<=", r"\le "), (">=", r"\ge "), ("!=", r"\ne ")):
+        text = text.replace(written, command)
+    text = FRACTION_OF_WORDS.sub(lambda m: f"⟦{m[1]}/{m[2]}{m[3] or ''}⟧", text)
+    return re.sub(r"[€£¥₹]", lambda m: f"⟦{ {'€': 'euros', '£': 'sterling'}.get(m[0], m[0]) }⟧", text)
+
+
+def _text(found: re.Match[str]) -> str:
+    content = (found[1] if found[1] is not None else found[2]).strip()
+    if content in NAMES:
+        return f"\\{content} "
+    if content in ("d", "e", "i") and not found[0].startswith(r"\text"):
+        return content
+    if re.match(r"[-+]?\d", content) or not content:  # \text{12 cm}
+        return f" {content} "
+    return _marked(content)
+
+
+def _word(found: re.Match[str]) -> str:
+    phrase = found[0]
+    if phrase[0] in "⟦\\":
+        return phrase
+    joint = re.search(r"[ -]+(?:and|or)\b", phrase)
+    if joint:
+        rest = phrase[joint.end() :].lstrip(" -")
+        joint_word = joint[0].strip(" -")
+        return _word_of(phrase[: joint.start()]) + _marked(joint_word) + (WORD.sub(_word, rest) if rest else "")
+    return _word_of(phrase)
+
+
+def _word_of(phrase: str) -> str:
+    first = re.split(r"[ -]", phrase)[0]
+    if first in ("infinity", "inf", "oo"):
+        return r"\infty "
+    if phrase in NAMES:
+        return f"\\{phrase} "
+    if first.lower() in ("and", "or"):
+        return _marked(first) + phrase[len(first) :]
+    if first in WORDS or (len(first) >= 4 and len(set(first.lower())) > 1):
+        return _marked(phrase)
+    return phrase
+
+
+def _marked(content: str) -> str:
+    words = " ".join(content.split())
+    special = {"and": r"\land ", "or": r"\lor ", "percent": "%", "per cent": "%", "pct": "%"}
+    return special.get(words.lower().strip(" ,"), f"⟦{words}⟧")
