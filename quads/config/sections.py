@@ -202,7 +202,8 @@ class RewardSettings:
         high=3600.0,
     )
     sandbox: Literal["auto", "namespaces", "landlock", "none"] = key(
-        "auto", "isolation of generated programs: auto takes the first that works; none runs them with limits only"
+        "auto",
+        "isolation of programs and of answers to math and task: auto takes the first that works; none: limits only",
     )
     code_time_s: float = key(6.0, "seconds one test of a program may take", above=0.0, high=3600.0)
     code_total_s: float = key(60.0, "seconds all tests of a program may take", above=0.0, high=86_400.0)
