@@ -77,7 +77,7 @@ def layer_us(tokens: int, w4: list, precision: str, selection: str) -> float:
     gates = [torch.rand(tokens, TOP_K, device="cuda").bfloat16() for _ in span]
 
     def call(i: int) -> None:
-        kernels.moe(x[i], *w4[i % 2], ids[i], gates[i], precision, ("w13",), 0.5, selection)
+        kernels.moe(x[i], *w4[i % 2], ids[i], gates[i], precision, selection=selection)
 
     return graph_us([lambda i=i: call(i) for i in span])
 

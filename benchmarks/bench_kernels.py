@@ -129,10 +129,7 @@ def expert_row(tokens: int, w4: list, full: list, fp8: list, others: dict[str, l
 
     def w4_us(precision, selection):
         return graph_us(
-            [
-                lambda i=i: kernels.moe(x[i], *w4[i % 2], ids[i], gates[i], precision, ("w13",), 0.5, selection)
-                for i in span
-            ]
+            [lambda i=i: kernels.moe(x[i], *w4[i % 2], ids[i], gates[i], precision, selection=selection) for i in span]
         )
 
     row = [w4_us(*variant) for variant in VARIANTS.values()]
@@ -171,7 +168,7 @@ def attention_row(x: torch.Tensor, w4: list, full: list, fp8: list, floor: float
     bf16 = graph_us([lambda w=w: x @ w.t() for w in full])
     native, _ = fastest({0: [lambda w=w: scaled(w) for w in fp8]})
     row = [
-        graph_us([lambda w=w, p=precision, s=selection: kernels.linear(x, w, p, 0.5, s) for w in w4])
+        graph_us([lambda w=w, p=precision, s=selection: kernels.linear(x, w, p, selection=s) for w in w4])
         for precision, selection in VARIANTS.values()
     ]
     print(

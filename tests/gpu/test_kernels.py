@@ -109,10 +109,10 @@ def test_repeated_launches_give_the_same_bits(tokens, precision):
     """A compiler race (see triton/gemm.py) shows up as bits that move between launches, never in one comparison."""
     x, w13, w2, ids, gates = large_layer(tokens)
     for selection in ("batch", "token", "2:4", "all"):
-        first = kernels.moe(x, w13, w2, ids, gates, precision, ("w13", "w2"), 0.5, selection)
+        first = kernels.moe(x, w13, w2, ids, gates, precision, residual_sites=("w13", "w2"), selection=selection)
         assert first.isfinite().all()
         for _ in range(12):
-            again = kernels.moe(x, w13, w2, ids, gates, precision, ("w13", "w2"), 0.5, selection)
+            again = kernels.moe(x, w13, w2, ids, gates, precision, residual_sites=("w13", "w2"), selection=selection)
             assert torch.equal(first.view(torch.int16), again.view(torch.int16))
     dense = kernels.KernelWeight.from_packed(*kernels.quantize(torch.randn(5120, 2048, device="cuda") * 0.02))
     first = kernels.linear(x, dense, precision)

@@ -103,7 +103,7 @@ def check_experts(precision: str, generator: torch.Generator) -> None:
     y, expected = (w13[i].experts(w2[i], x, ids, gates, MASK) for i in range(2))
     assert_close(y[:LIVE], expected[:LIVE], atol=4 * TOLERANCE * float(expected.abs().max()))
     assert not y[LIVE:].any()  # padding reads no weights
-    ahead = kernels.quantize_ahead(x, w13[0].weight, precision, 0.5, "batch", MASK[:TOKENS])  # type: ignore[arg-type]
+    ahead = kernels.quantize_ahead(x, w13[0].weight, precision, ratio=0.5, selection="batch", live_T=MASK[:TOKENS])  # type: ignore[arg-type]
     w13[0]._join = lambda x: ahead  # type: ignore[method-assign]
     assert_bitwise(w13[0].experts(w2[0], x, ids, gates, MASK), y)
 

@@ -206,7 +206,7 @@ def check_linear(
     x = torch.randn(rows, k).bfloat16()
     live = torch.rand(rows) < 0.8
     weight = kernels.KernelWeight.from_packed(packed.to(device), block_scale.to(device), g.to(device), path=path)
-    got = kernels.linear(x.to(device), weight, precision, 0.5, selection, live.to(device))
+    got = kernels.linear(x.to(device), weight, precision, ratio=0.5, selection=selection, live_T=live.to(device))
     main = operands(x, precision, 0.5, selection, live)
     w = nvfp4.dequantize(packed, block_scale, g).double()
     assert_close(got, product(main, w), tolerance(main, w))
@@ -267,10 +267,9 @@ def check_moe(
         ids.to(device),
         gates.to(device),
         precision,
-        sites,
-        0.5,
-        "token",
-        live.to(device),
+        residual_sites=sites,
+        selection="token",
+        live_T=live.to(device),
     )
     want, size = reference_moe(x, nvfp4.dequantize(*w13), nvfp4.dequantize(*w2), ids, gates, precision, sites, live)
     error = (got.cpu().double() - want).abs().amax(-1)

@@ -113,9 +113,9 @@ if INTERPRETED:
         weight = kernels.KernelWeight.from_packed(*check.packed_weight((40, 48)))
         plain = kernels.linear(x, weight, "w4a4")
         monkeypatch.setattr(kernels, "_gemm", watched := Watched(kernels._gemm))
-        assert torch.equal(kernels.linear(x, weight, "w4a4_residual", 0.02), plain)  # floor(0.02 * 48) is 0
+        assert torch.equal(kernels.linear(x, weight, "w4a4_residual", ratio=0.02), plain)  # floor(0.02 * 48) is 0
         assert watched.residual == [False]
-        kernels.linear(x, weight, "w4a4_residual", 0.03)
+        kernels.linear(x, weight, "w4a4_residual", ratio=0.03)
         assert watched.residual == [False, True]
 
     def test_all_tokens_at_one_expert():

@@ -22,14 +22,13 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from quads.errors import UserError
+from quads.errors import UserError, listed
 from quads.quant.formats import FORMATS, Scales
 from quads.quant.masters import shared_scales
 from quads.quant.tensor import QuantizedTensor
 
 Member = str | int  # "q", "w1", shard number, ...
 Piece = Any  # "q" | "k" | "v" | shard number | ("w1" | "w2" | "w3", expert) | None
-SHOWN = 8  # names spelled out in an error
 NAME = "quads_checkpoint_name"  # the attribute under which a tensor carries its name through vLLM
 
 
@@ -244,12 +243,7 @@ class LoadLedger:
         """
         unknown = sorted(self._pending - set(skipped))
         if unknown:
-            raise UserError(f"the model has no place for {_listed(unknown)}; the weights are of another model")
+            raise UserError(f"the model has no place for {listed(unknown)}; the weights are of another model")
         missing = self.missing()
         if missing:
-            raise UserError(f"the refit did not bring {_listed(missing)}; every refit must ship the whole model")
-
-
-def _listed(names: list[str]) -> str:
-    rest = len(names) - SHOWN
-    return ", ".join(names[:SHOWN]) + (f" and {rest} more" if rest > 0 else "")
+            raise UserError(f"the refit did not bring {listed(missing)}; every refit must ship the whole model")

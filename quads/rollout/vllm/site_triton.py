@@ -149,10 +149,10 @@ class TritonSite:
             operand = kernels.quantize_ahead(
                 x_TH,
                 self.weight,
-                spec.precision,
-                spec.ratio,
-                spec.selection,
-                live_M[: x_TH.shape[0]],  # pyright: ignore[reportArgumentType]
+                spec.precision,  # pyright: ignore[reportArgumentType]
+                ratio=spec.ratio,
+                selection=spec.selection,
+                live_T=live_M[: x_TH.shape[0]],
             )
         self._started = Started(x_TH, operand)
 
@@ -179,11 +179,11 @@ class TritonSite:
             ids_TA,
             gates_TA,
             "w4a4_residual" if residual else self.spec.precision,  # pyright: ignore[reportArgumentType]
-            residual,
-            self.spec.ratio,
-            self.spec.selection,
-            live_M[: x_TH.shape[0]],
-            self._join(x_TH),
+            residual_sites=residual,
+            ratio=self.spec.ratio,
+            selection=self.spec.selection,
+            live_T=live_M[: x_TH.shape[0]],
+            quantized=self._join(x_TH),
         )
 
 
@@ -214,7 +214,8 @@ def _linear(
     """The custom op: torch reads its schema from these parameters."""
     weight = copy.copy(_shell(n, k, path))
     weight.words, weight.scales, weight.g = words, scales, g
-    return kernels.linear(x_TK, weight, precision, ratio, selection, live_M[: x_TK.shape[0]])  # pyright: ignore[reportArgumentType]
+    live_T = live_M[: x_TK.shape[0]]
+    return kernels.linear(x_TK, weight, precision, ratio=ratio, selection=selection, live_T=live_T)  # pyright: ignore[reportArgumentType]
 
 
 def _linear_shape(x_TK: Tensor, words: Tensor, scales: Tensor, g: Tensor, live_M: Tensor, n: int, *rest: Any) -> Tensor:
