@@ -9,6 +9,7 @@ samples.jsonl, checkpoints/, tb/ and plots/.
 """
 
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import torch
@@ -25,6 +26,7 @@ from quads.rl.packing import Sample
 from quads.rl.scores import eval_metrics
 from quads.run.checkpoint import Checkpointer, TrainState
 from quads.run.folder import check_run_folder
+from quads.run.lock import own_folder
 from quads.run.measure import mfu
 from quads.run.metrics import RunLog, import_wandb
 from quads.run.signals import StopRequest
@@ -37,14 +39,15 @@ def main(argv: list[str]) -> None:
         check_run_folder(Path(cfg.train.out))
         if cfg.log.wandb_project and world.is_main:
             import_wandb()  # a missing package stops the run now, not after the weights are loaded
-        parts = build_parts(cfg, world)
-        if parts is None:
-            world.print("dry run: config, data, tokenizer and memory are fine")
-            return
-        try:
-            train(cfg, parts, world)
-        finally:
-            parts.close()
+        with own_folder(Path(cfg.train.out)) if world.is_main and not cfg.dry_run else nullcontext():
+            parts = build_parts(cfg, world)
+            if parts is None:
+                world.print("dry run: config, data, tokenizer and memory are fine")
+                return
+            try:
+                train(cfg, parts, world)
+            finally:
+                parts.close()
 
 
 def train(cfg: Config, parts: Parts, world: Distributed) -> None:
@@ -52,7 +55,7 @@ def train(cfg: Config, parts: Parts, world: Distributed) -> None:
     out = Path(cfg.train.out)
     checkpointer = Checkpointer(out / "checkpoints", cfg.checkpoint, config_to_toml(cfg))
     state = checkpointer.resume(parts.learner)
-    log = RunLog(out, cfg, state.step, world.device, world.is_main)
+    log = RunLog(out, cfg, state.step, world.device, world.is_main, world.at)
     parts.sync(state.policy_version)
     if state.step >= cfg.train.steps:
         world.print(f"all {cfg.train.steps} steps are done already; raise train.steps to go on")

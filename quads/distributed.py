@@ -38,6 +38,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from quads.config.sections import ParallelSettings, TrainSettings
 from quads.errors import UserError
+from quads.watch import Watch, die_with_parent
 
 T = TypeVar("T")
 
@@ -64,6 +65,7 @@ class Distributed:
     device: torch.device
     seed: int
     meshes: Meshes | None = None
+    watch: Watch | None = None
 
     @property
     def is_main(self) -> bool:
@@ -75,8 +77,14 @@ class Distributed:
         if self.is_main:
             print(*words, flush=True)
 
+    def at(self, phase: str) -> None:
+        """This process enters a phase of the step; who stays behind is named (see watch.py)."""
+        if self.watch is not None:
+            self.watch.at(phase)
+
     def barrier(self) -> None:
         """Wait until every process is here."""
+        self.at("a barrier")
         if self.size > 1:
             dist.barrier()
 
@@ -145,9 +153,13 @@ def init_distributed(parallel: ParallelSettings, train: TrainSettings) -> Iterat
         timeout=COLLECTIVE_TIMEOUT,
         device_id=device if device.type == "cuda" else None,
     )
+    die_with_parent()
+    own_connection = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))  # pyright: ignore[reportPrivateImportUsage]
+    watch = Watch(own_connection, rank, size)
     try:
         meshes = build_meshes(device.type, parallel.replicate, fsdp, parallel.ep)
-        yield Distributed(rank, size, device, train.seed, meshes)
+        yield Distributed(rank, size, device, train.seed, meshes, watch)
+        watch.close()
         dist.barrier()  # a rank that leaves first would break its peers' last collectives
         dist.destroy_process_group()
     except Exception as error:

@@ -49,6 +49,7 @@ class RunLog:
 
     Args:
         out: the run's folder; see `quads.run.folder` for what happens to an earlier run in it.
+        on_phase: called with the name of each phase that begins.
         resume_step: steps that a checkpoint has brought back, 0 for a fresh start.
 
     Raises:
@@ -56,8 +57,15 @@ class RunLog:
     """
 
     def __init__(
-        self, out: Path, cfg: Config, resume_step: int = 0, device: torch.device | None = None, is_main: bool = True
+        self,
+        out: Path,
+        cfg: Config,
+        resume_step: int = 0,
+        device: torch.device | None = None,
+        is_main: bool = True,
+        on_phase: Callable[[str], None] = lambda name: None,
     ) -> None:
+        self._on_phase = on_phase
         self._device = device or torch.device("cpu")
         self._timers = Timers(self._device)
         self._is_main, self._steps = is_main, cfg.train.steps
@@ -83,6 +91,7 @@ class RunLog:
 
     def timer(self, name: str) -> AbstractContextManager[None]:
         """Time a phase of the present step; it becomes `time/<name>_s`."""
+        self._on_phase(name)
         return self._timers.phase(name)
 
     def seconds(self, name: str) -> float:

@@ -57,6 +57,7 @@ KNOW_OTHER_PROCESSES = {
     "model/parallelize.py",
     "model/dispatch.py",
     "distributed.py",
+    "watch.py",
     "run/checkpoint.py",
     "run/checkpoint_files.py",
     "run/checkpoint_save.py",
@@ -69,7 +70,7 @@ KNOW_OTHER_PROCESSES = {
 # Lines that a room may hold: what stands there today and some more. A room that outgrows its budget is cut, or the
 # budget is raised in a commit that says why.
 BUDGETS = {
-    "base": 800,
+    "base": 1000,
     "config": 1150,
     "run": 1700,
     "model": 2150,
