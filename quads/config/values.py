@@ -115,7 +115,7 @@ def nearest(name: str, valid: list[str]) -> str:
 def cut(text: str, most: int = 80) -> str:
     """A text for a message: one line of at most so many characters, with a mark where some are left out.
 
-    Example: `cut("x" * 100, 8)` -> `"xxxxx..."`
+    Example: `cut("x" * 100, 8)` -> `'xxxxx...'`
     """
     text = " ".join(text.split())
     return text if len(text) <= most else text[: most - 3] + "..."

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from quads.errors import UserError
-from quads.lab.report.build import report
+from quads.lab.report import build as report
 from quads.lab.runs import scores
 from tests.tiny_run import make_world, train_rows
 

@@ -36,7 +36,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tokenizer.save(str(folder / "model" / "tokenizer.json"))
     ids = [tokenizer.token_to_id(token) for token in ("<|im_end|>", "<|endoftext|>")]
     (folder / "model" / "generation_config.json").write_text(json.dumps({"eos_token_id": ids}))
-    make_model(folder / "model", dataclasses.replace(CONFIG, vocab_size=12, max_position=256))
+    make_model(folder / "model", dataclasses.replace(CONFIG, vocab_size=12, max_position=512))
     signs = ["".join(s) for s in product("+-", "+-", "+-", "12")]
     write_jsonl(folder / "math.jsonl", [{"problem": s, "answer": r"\frac{1}{2}" if "-" in s else "1"} for s in signs])
     tests = [[{"input": "", "output": "1\n"}], [{"input": "", "output": "2\n"}, {"input": "x", "output": "2"}]]

@@ -8,6 +8,7 @@ import torch
 from quads.config.sections import RolloutSettings
 from quads.errors import UserError
 from quads.model.attention import PackedContext, routing
+from quads.quant.masters import quantized_weights
 from quads.quant.recipes import QuantSpec
 from quads.rollout.native.decode import Decoder, rounded
 from quads.rollout.native.engine import NativeEngine, choose_graphs
@@ -222,7 +223,7 @@ def test_a_policy_of_nans_leaves_nothing_behind() -> None:
     with torch.no_grad():
         broken.model.norm.weight.fill_(torch.nan)
         broken.model.layers[0].input_layernorm.weight.fill_(torch.nan)
-    sync(broken, engine, spec, version=4)
+    engine.update_weights(quantized_weights(broken, spec), 4)  # `sync` would refuse it
     assert all(value != value for c in flat(engine.generate([[5, 6]], 1, SAMPLING, [0])) for value in c.logprobs)
     sync(good, engine, spec, version=3)
     assert engine.generate([[5, 6], [7]], 2, SAMPLING, [0, 1, 2, 3]) == expected
@@ -236,7 +237,7 @@ def test_a_sync_clears_keys_and_values_that_a_short_prompt_would_leave_behind() 
     broken = make_learner(PLAIN)
     with torch.no_grad():
         broken.model.layers[0].input_layernorm.weight.fill_(torch.nan)
-    sync(broken, engine, PLAIN, version=1)
+    engine.update_weights(quantized_weights(broken, PLAIN), 1)  # `sync` would refuse it
     engine.generate([long, long], 1, SAMPLING, [0, 1])
     sync(make_learner(PLAIN), engine, PLAIN, version=2)
     completions = flat(engine.generate([short, long], 1, SAMPLING, [0, 1]))
