@@ -115,6 +115,19 @@ def test_a_seed_draws_what_the_native_engine_draws(pair: Any) -> None:
     assert sum(same) > (0.08 if "a4" in precision else 0.5) * len(same), same
 
 
+@pytest.mark.parametrize("place", ["model.layers.0.mlp.experts.gate_up_proj", "model.layers.1.self_attn.o_proj.weight"])
+def test_a_policy_that_is_not_finite_is_refused_before_anything_is_written(pair: Any, place: str) -> None:
+    """One NaN in one expert, one infinity in one projection: named, and the engine keeps the weights that it has."""
+    _, spec, engine, _ = pair
+    before = engine.checksums()
+    broken = make_learner()
+    with torch.no_grad():
+        broken.get_parameter(place).view(-1)[7] = torch.nan if "experts" in place else torch.inf
+    with pytest.raises(UserError, match=f"weight {place}.* is not finite"):
+        sync(broken, engine, spec, version=9)
+    assert engine.checksums() == before
+
+
 def test_forty_syncs_leave_memory_and_addresses_alone(pair: Any) -> None:
     _, spec, engine, _ = pair
     learners = make_learner(1), make_learner(0)
