@@ -49,11 +49,13 @@ class Result:
 
 
 def read_mutations(path: Path) -> list[Mutation]:
-    """The list, checked against the files. SystemExit for a text that is missing or not alone."""
+    """The list, checked against the files. SystemExit for a text that is missing or not alone, or tests that are."""
     found = []
     for group in tomllib.loads(path.read_text(encoding="utf-8"))["group"]:
         source = (REPOSITORY / group["file"]).read_text(encoding="utf-8")
         survivors = {old: why for old, why in group.get("survivors", [])}
+        if gone := [test for test in group["tests"] if not (REPOSITORY / test.partition("::")[0]).is_file()]:
+            sys.exit(f"{path.name}: {gone[0]} of {group['file']} does not exist")
         for old, new in group["mutations"]:
             if source.count(old) != 1:
                 sys.exit(f"{path.name}: {old!r} stands {source.count(old)} times in {group['file']}, not once")

@@ -65,6 +65,6 @@ def test_large_configs_run_on_local_copies(config: str, tmp_path: Path, capsys: 
     printed = capsys.readouterr().out
     assert "deepmath_103k: train 5 prompts" in printed
     assert "deepcoder: train 15 prompts; left out: 5 unusable row" in printed  # a problem without tests
-    assert "generated programs run in a sandbox" in printed
+    assert "generated programs and answers run in a sandbox: " in printed
     (row,) = read_rows(tmp_path / "run" / "metrics.jsonl")
     assert {f"eval/{name}/pass@1" for name in SOURCES[2:]} <= row.keys()

@@ -121,7 +121,8 @@ def test_extraction_is_linear_in_time(response: str) -> None:
         started = time.perf_counter()
         extract_answer(response)
         fastest = min(fastest, time.perf_counter() - started)
-    assert fastest <= 0.05
+    # 10 to 35 ms on an idle core; a busy one may take several times as long, a quadratic scan of these takes minutes.
+    assert fastest <= 0.5
 
 
 def test_golden_answers() -> None:
