@@ -105,18 +105,29 @@ class Parts:
         self.engine.close()
 
 
-def build_parts(cfg: Config, world: Distributed, checkpoint: str = "") -> Parts | None:
+def build_parts(
+    cfg: Config,
+    world: Distributed,
+    checkpoint: str = "",
+    rewards: RewardPool | None = None,
+    make_engine: Callable[..., Engine] | None = None,
+) -> Parts | None:
     """Build everything, or with cfg.dry_run check everything and return None.
 
     Args:
         checkpoint: a run or checkpoint folder whose model weights replace the starting ones (evaluation, lab).
+        rewards, make_engine: the caller's own reward pool, which stays open whatever happens here, and what stands in
+            for `build_engine`: several runs in one process share them (lab).
 
     Raises:
         UserError: for anything in the config, the data or the hardware that does not fit, named with its fix.
     """
+    make_engine = make_engine or build_engine
+    if rewards is not None:
+        return _build(cfg, world, checkpoint, rewards, make_engine)
     rewards = build_rewards(cfg)
     try:
-        parts = _build(cfg, world, checkpoint, rewards)
+        parts = _build(cfg, world, checkpoint, rewards, make_engine)
     except BaseException:
         rewards.close()
         raise
@@ -125,7 +136,9 @@ def build_parts(cfg: Config, world: Distributed, checkpoint: str = "") -> Parts 
     return parts
 
 
-def _build(cfg: Config, world: Distributed, checkpoint: str, rewards: RewardPool) -> Parts | None:
+def _build(
+    cfg: Config, world: Distributed, checkpoint: str, rewards: RewardPool, make_engine: Callable[..., Engine]
+) -> Parts | None:
     dtype, device = DTYPES[cfg.model.dtype], world.device
     spec = resolve(cfg.quant)
     model_config = load_model_config(cfg)
@@ -170,7 +183,7 @@ def _build(cfg: Config, world: Distributed, checkpoint: str, rewards: RewardPool
         reference=reference,
         world=world,
     )
-    engine = build_engine(cfg, model_config, spec, dtype, device, world.print)
+    engine = make_engine(cfg, model_config, spec, dtype, device, world.print)
     parts = Parts(
         cfg=cfg,
         model_config=model_config,

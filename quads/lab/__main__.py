@@ -15,6 +15,7 @@ COMMANDS = {  # with the modules that hold them, imported when asked for
     "decompose": "quads.lab.decompose",
     "drift": "quads.lab.drift",
     "curves": "quads.lab.runs.curves",
+    "formats": "quads.lab.formats.command",
     "report": "quads.lab.report.build",
     "upcycle": "quads.lab.smollm2.upcycle",
     "warmup": "quads.lab.smollm2.warmup",
