@@ -21,9 +21,9 @@ from quads.errors import main_guard
 from quads.plot import plot_runs
 from quads.rl.advantage import group_advantages
 from quads.rl.grading import part_means
-from quads.rl.learner import merge_updates
 from quads.rl.packing import Sample
 from quads.rl.scores import eval_metrics
+from quads.rl.updates import merge_updates
 from quads.run.checkpoint import Checkpointer, TrainState
 from quads.run.folder import check_run_folder
 from quads.run.lock import own_folder

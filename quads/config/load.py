@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from quads.config.loss import check_loss
 from quads.config.sections import (
     CheckpointSettings,
     EvalSettings,
@@ -62,6 +63,9 @@ class Config:
         """Whether engines return their expert choices: 2 bytes a token, layer and choice."""
         return self.rl.routing_replay or self.log.router_agreement
 
+
+# Keys that were called otherwise.
+RENAMED = {"rl.tis_clip": "rl.correction_cap"}
 
 SECTIONS: dict[str, type] = {
     f.name: f.default_factory  # type: ignore[misc]  # a section's default factory is its class
@@ -128,8 +132,7 @@ def resolve(cfg: Config, config_path: Path | None = None) -> Config:
             f"[rl] microbatch_tokens = {rl.microbatch_tokens} cannot hold one longest sequence; needs at least "
             f"[rollout] max_prompt_tokens + max_new_tokens = {longest}"
         )
-    if 0 < rl.cumulative_ratio_clip <= 1:
-        raise UserError(f"[rl] cumulative_ratio_clip = {rl.cumulative_ratio_clip} must be 0 (off) or above 1")
+    check_loss(rl)
     if cfg.optim.warmup_steps > cfg.train.steps:
         raise UserError(
             f"[optim] warmup_steps = {cfg.optim.warmup_steps} is more than [train] steps = {cfg.train.steps}"
@@ -268,6 +271,8 @@ def _suggest_key(section: str, name: str) -> str:
     if section == "sources":
         keys = ", ".join(f.name for f in dataclasses.fields(SourceSettings))
         return f"a source's keys are sources.NAME. followed by one of {keys}"
+    if f"{section}.{name}" in RENAMED:
+        return f"it is {RENAMED[f'{section}.{name}']} now"
     elsewhere = [dotted for dotted in _all_keys() if dotted.split(".")[1] == name]
     here = nearest(name, [f.name for f in dataclasses.fields(SECTIONS[section])])
     return f"nearest valid one: {elsewhere[0] if elsewhere else f'{section}.{here}'}"

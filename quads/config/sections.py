@@ -240,9 +240,25 @@ class RLSettings:
     )
     old_logprobs: Literal["rollout", "learner"] = key(
         "rollout",
-        "denominator of the ratio: the engine's log-probs, or the learner's own with truncated importance sampling",
+        "denominator of the ratio: the engine's log-probs, or the learner's own with a correction for the engine's",
     )
-    tis_clip: float = key(2.0, "cap of the importance weight (old_logprobs = learner)", above=0.0, high=1e6)
+    correction: Literal["", "none", "tis", "mis", "ais"] = key(
+        "",
+        "weight w = exp(learner - rollout) of a token's loss, at most correction_cap: truncated, masked outside "
+        "[1/cap, cap], or mixed in by its effective sample size (default: tis with old_logprobs = learner, else none)",
+    )
+    correction_level: Literal["token", "sequence", "geometric"] = key(
+        "token", "whose w: each token's, the product over its response, or the geometric mean over it"
+    )
+    correction_cap: float = key(2.0, "cap of the correction's weight", low=1.0, high=1e6)
+    surrogate: Literal["ppo", "acr", "tbpo"] = key(
+        "ppo",
+        "ppo: clipped ratio; acr: its upper clip widens where tis weighs below 1 (QuRL); tbpo: one mean ratio a "
+        "response, dropped outside [1 - clip_low, 1 + clip_high] (QaRL)",
+    )
+    dual_clip: float = key(
+        0.0, "a negative advantage counts at most this often, whatever its ratio; above 1, or 0: off", low=0.0, high=1e6
+    )
     kl_coef: float = key(
         0.0, "weight of the KL term to the starting model; 0: off, no reference model is kept", low=0.0, high=1e6
     )

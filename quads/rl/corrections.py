@@ -8,7 +8,7 @@
     MIS    w where 1/C <= w <= C, else 0    masked
     AIS    (1 - l) + l * min(w, C)          l = clip(1 - ESS/N, 0, 1): corrects as it must (2605.13907, whose own
                                             formula for l could not be read: this one is ours)
-    ACR    r = min(w, C); min(r R A, r clip(R, 1 - low, (1 + high) / min(r, 1)) A)    (QuRL, 2602.13953)
+    ACR    r = min(w, C); r min(R A, clip(R, 1 - low, (1 + high) / min(r, 1)) A)    (QuRL, 2602.13953)
     TBPO   the ratio is the geometric mean over a response, as in GSPO; A < 0 is clipped on both sides; a response
            whose mean leaves the band [1 - low, 1 + high] is dropped (QaRL, 2604.07853)
     dual clip          where A < 0, never below c A (1912.09729)
@@ -52,8 +52,11 @@ def log_weights(mismatch_N: Tensor, sequence_N: Tensor, trained_N: Tensor, level
     return mismatch_N.clamp(-MAX_LOG_WEIGHT, MAX_LOG_WEIGHT)
 
 
-def importance_weights(log_weights_N: Tensor, trained_N: Tensor, correction: Correction, cap: float) -> Tensor:
-    """What each token's term of the loss is multiplied by, fp32 [N], without gradient. cap: C, at least 1."""
+def importance_weights(log_weights_N: Tensor, correction: Correction, cap: float, share: Tensor | None) -> Tensor:
+    """What each token's term of the loss is multiplied by, fp32 [N], without gradient.
+
+    cap: C, at least 1. share: l of AIS, fp32 [], of the whole mini-batch (`ais_share`); the others need none.
+    """
     weights_N = log_weights_N.exp()
     if correction == "none":
         return torch.ones_like(weights_N)
@@ -63,17 +66,26 @@ def importance_weights(log_weights_N: Tensor, trained_N: Tensor, correction: Cor
     truncated_N = weights_N.clamp(max=cap)
     if correction == "tis":
         return truncated_N
-    share = (1.0 - effective_sample_share(log_weights_N, trained_N)).clamp(0.0, 1.0)
+    assert share is not None, "correction 'ais' needs the share of its mini-batch"
     return (1.0 - share) + share * truncated_N
 
 
-def effective_sample_share(log_weights_N: Tensor, trained_N: Tensor) -> Tensor:
-    """ESS / N = (sum w)^2 / (N sum w^2) over the trained tokens, fp64 []: 1 where all weights are equal, 1/N where one
-    outweighs the rest; 1 of no tokens."""
+def weight_moments(log_weights_N: Tensor, trained_N: Tensor) -> Tensor:
+    """(number, sum of w, sum of w^2) of the trained tokens, fp64 [3]: those of parts of a mini-batch add up."""
     weights = log_weights_N[trained_N].double().exp()
-    if not len(weights):
-        return torch.ones((), dtype=torch.float64, device=weights.device)
-    return weights.sum().square() / (len(weights) * weights.square().sum())
+    return torch.stack([trained_N.sum().double(), weights.sum(), weights.square().sum()])
+
+
+def effective_share(moments: Tensor) -> Tensor:
+    """ESS / N = (sum w)^2 / (N sum w^2), fp64 []: 1 where all weights are equal, 1/N where one outweighs the rest; 1 of
+    no tokens. moments: fp64 [3], of `weight_moments`."""
+    number, total, squares = moments
+    return torch.where(number > 0, total.square() / (number * squares), 1.0)
+
+
+def ais_share(moments: Tensor) -> Tensor:
+    """l of AIS, fp32 []: how much of the truncated weight is applied, 0 where all weights are equal."""
+    return (1.0 - effective_share(moments)).clamp(0.0, 1.0).float()
 
 
 def second_moment(mismatch_N: Tensor, trained_N: Tensor) -> Tensor:
@@ -82,15 +94,10 @@ def second_moment(mismatch_N: Tensor, trained_N: Tensor) -> Tensor:
     return mismatch.square().sum() / max(1, len(mismatch))
 
 
-def acr_surrogate(
-    ratio_N: Tensor, advantages_N: Tensor, weights_N: Tensor, cap: float, low: float, high: float
-) -> Tensor:
-    """QuRL's adaptive clipping range: a token that the rollout found more probable than the learner does (r < 1) may
-    rise further before it is clipped. With r = 1 it is PPO's clipped surrogate. fp32 [N]."""
-    r_N = weights_N.clamp(max=cap)
-    upper_N = (1.0 + high) / r_N.clamp(max=1.0)
-    clipped_N = torch.minimum(ratio_N.clamp(min=1.0 - low), upper_N)
-    return torch.minimum(r_N * ratio_N * advantages_N, r_N * clipped_N * advantages_N)
+def acr_ceiling(weights_N: Tensor, high: float) -> Tensor:
+    """QuRL's adaptive upper clip of the ratio, fp32 [N]: a token that the rollout found more probable than the learner
+    does (r < 1) may rise further before it is clipped. With r = 1 it is PPO's 1 + high."""
+    return (1.0 + high) / weights_N.clamp(max=1.0)
 
 
 def tbpo_surrogate(

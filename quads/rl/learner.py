@@ -8,7 +8,7 @@ each computes the loss of its own responses over the global denominator, and gra
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -23,68 +23,15 @@ from quads.model.model import MoEDecoder
 from quads.quant.convert import convert_learner
 from quads.quant.masters import requantize
 from quads.quant.recipes import QuantSpec
+from quads.rl.corrections import ais_share, log_weights, weight_moments
 from quads.rl.loss import LossConfig, grpo_loss
-from quads.rl.mismatch import mismatch_metrics, routing_agreement
+from quads.rl.mismatch import routing_agreement
 from quads.rl.optimizer import build_adamw, clip_gradients, learning_rate, set_learning_rate
 from quads.rl.packing import Microbatch
+from quads.rl.updates import TOUCHED, UpdateStats, UpdateSums
 
 MAX_SKIPPED_IN_A_ROW = 3
 MAX_NONFINITE_SHARE = 0.1  # of response tokens: a stray overflow is masked, more means that the weights are broken
-
-
-@dataclass
-class UpdateStats:
-    """Sums of one optimizer update over all processes (log-probs: of this process alone); `merge_updates` turns several
-    into a step's metrics."""
-
-    loss: float
-    grad_norm: float
-    lr: float
-    skipped: bool
-    tokens: int  # response tokens trained on
-    clipped: int
-    cumulative_masked: int  # of these tokens; 0 where rl.cumulative_ratio_clip is off
-    kl_sum: float | None  # over these tokens, to the reference policy; None without one
-    entropy_sum: float
-    entropy_tokens: int
-    learner_logprobs_N: Tensor  # fp32, of all response tokens, at the weights before the update
-    rollout_logprobs_N: Tensor  # fp32, the engine's; 0 where they were not finite
-    finite_N: Tensor  # bool, the engine's were finite
-    routes_repeated: int  # expert choices of the rollout that the learner's routers repeat
-    routes: int  # and all of them; 0 where the engine did not return any
-
-
-COUNTED = (
-    "tokens",
-    "clipped",
-    "cumulative_masked",
-    "kl",
-    "loss",
-    "entropy",
-    "entropy_tokens",
-    "finite",  # response tokens with a finite log-prob on both sides
-    "routes_repeated",
-    "routes",
-)
-
-
-class UpdateSums:
-    """What the micro-batches of an update add up to, in float64 on the device, by the names in COUNTED."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._sums = {name: torch.zeros((), dtype=torch.float64, device=device) for name in COUNTED}
-
-    def add(self, **counts: Tensor | int) -> None:
-        """Add 0-dim tensors on the device, or numbers; nothing waits for the device. KeyError for another name."""
-        for name, count in counts.items():
-            self._sums[name] += count
-
-    def read(self, world: Distributed | None) -> dict[str, float]:
-        """All sums by name, over all processes, read once: until here the host ran ahead of the GPU."""
-        values = torch.stack(list(self._sums.values()))
-        if world is not None:
-            world.all_reduce(values)
-        return dict(zip(self._sums, values.tolist(), strict=True))
 
 
 class Learner:
@@ -123,9 +70,7 @@ class Learner:
         self.spec, self.optim, self.rl = spec, optim, rl
         self.temperature = temperature
         self.total_updates, self.warmup_updates = steps * updates_per_step, optim.warmup_steps * updates_per_step
-        self.loss_config = LossConfig(
-            rl.clip_low, rl.clip_high, rl.cumulative_ratio_clip, rl.old_logprobs, rl.tis_clip, rl.kl_coef
-        )
+        self.loss_config = LossConfig.of(rl)
         if not model.config.router_learns:
             # Its gradient is 0 but for rounding, which Adam with a tiny eps would make full steps of.
             for name, parameter in model.named_parameters():
@@ -157,13 +102,27 @@ class Learner:
 
     @torch.no_grad()
     def add_fixed_logprobs(self, microbatches: Sequence[Microbatch]) -> list[Microbatch]:
-        """Log-probs that stay fixed through a step's updates: the learner's own and the reference's, where used."""
+        """A mini-batch with what stays fixed through its updates, where used: the learner's own log-probs, the
+        reference's, and how much AIS corrects. Collective."""
         moved = [mb.to(self.device) for mb in microbatches]
         if self.loss_config.old_logprobs == "learner":
             moved = [replace(mb, old_logprobs_N=self.forward_logprobs(self.model, mb)[0]) for mb in moved]
         if self.reference is not None:
             moved = [replace(mb, ref_logprobs_N=self.forward_logprobs(self.reference, mb)[0]) for mb in moved]
+        if self.loss_config.correction == "ais":
+            share = self._ais_share(moved)
+            moved = [replace(mb, ais_share=share) for mb in moved]
         return moved
+
+    def _ais_share(self, microbatches: Sequence[Microbatch]) -> Tensor:
+        """`ais_share` of a mini-batch over all processes, so that it does not depend on how that was split."""
+        moments = torch.zeros(3, dtype=torch.float64, device=self.device)
+        for mb in microbatches:
+            assert mb.old_logprobs_N is not None
+            mismatch_N, trained_N = mb.old_logprobs_N - mb.rollout_logprobs_N, mb.weights_N > 0
+            log_weights_N = log_weights(mismatch_N, mb.sequence_N, trained_N, self.loss_config.correction_level)
+            moments += weight_moments(log_weights_N, trained_N)
+        return ais_share(moments if self.world is None else self.world.all_reduce(moments))
 
     def update(self, microbatches: Sequence[Microbatch], denominator: float) -> UpdateStats:
         """One optimizer update on one mini-batch.
@@ -204,8 +163,7 @@ class Learner:
             lr=lr,
             skipped=bool(broken),
             tokens=int(total["tokens"]),
-            clipped=int(total["clipped"]),
-            cumulative_masked=int(total["cumulative_masked"]),
+            touched={name: int(total[name]) for name in TOUCHED},
             kl_sum=None if self.reference is None else total["kl"],
             entropy_sum=total["entropy"],
             entropy_tokens=int(total["entropy_tokens"]),
@@ -255,26 +213,3 @@ def what_is_broken(loss: float, norm: float, nonfinite_share: float) -> str:
     if nonfinite_share > MAX_NONFINITE_SHARE:
         return f"log-probs of {nonfinite_share:.0%} of the tokens were not finite"
     return ""
-
-
-def merge_updates(updates: Sequence[UpdateStats], world: Distributed | None = None) -> dict[str, float]:
-    """Metrics of a step from its updates, at least one. The log-prob gap is that of the first alone: later ones see
-    weights that the rollout never had. Collective: with `world`, log-probs of all processes are gathered."""
-    first = updates[0]
-    tokens = max(sum(u.tokens for u in updates), 1)
-    logprobs = (first.learner_logprobs_N.cpu(), first.rollout_logprobs_N.cpu(), first.finite_N.cpu())
-    by_rank = [logprobs] if world is None else world.gather_objects(logprobs)
-    metrics = mismatch_metrics(*(torch.cat(parts) for parts in zip(*by_rank, strict=True)))
-    if first.routes:
-        metrics["mismatch/router_agreement"] = first.routes_repeated / first.routes
-    metrics["policy/ratio_clip_frac"] = sum(u.clipped for u in updates) / tokens
-    metrics["policy/cumulative_masked_frac"] = sum(u.cumulative_masked for u in updates) / tokens
-    kl_sums = [u.kl_sum for u in updates if u.kl_sum is not None]
-    if kl_sums:
-        metrics["policy/kl"] = sum(kl_sums) / tokens
-    metrics["policy/entropy"] = sum(u.entropy_sum for u in updates) / max(sum(u.entropy_tokens for u in updates), 1)
-    metrics["train/loss"] = sum(u.loss for u in updates) / len(updates)
-    metrics["train/grad_norm"] = sum(u.grad_norm for u in updates) / len(updates)
-    metrics["train/lr"] = updates[-1].lr
-    metrics["train/skipped_updates"] = sum(u.skipped for u in updates)
-    return metrics

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from quads.rl.corrections import MAX_LOG_WEIGHT, effective_share, second_moment, weight_moments
 from quads.rl.loss import k3
 
 
@@ -14,12 +15,14 @@ def mismatch_metrics(learner_logprobs_N: Tensor, rollout_logprobs_N: Tensor, fin
         finite_N: bool, the engine's value was finite.
 
     Returns:
-        metrics: logprob_abs_max / mean / p99 (nats), kl_k3 = estimate of KL(rollout || learner),
-        nonfinite_tokens. Non-finite tokens are counted and left out; without any finite token the rest is NaN.
+        metrics: logprob_abs_max / mean / p99 (nats), kl_k3 = estimate of KL(rollout || learner), ess = effective
+        share of the tokens under their importance weights exp(gap), m2 = mean square of the gap, nonfinite_tokens.
+        Non-finite tokens are counted and left out; without any finite token the rest is NaN.
     """
     usable_N = finite_N & torch.isfinite(learner_logprobs_N)
     nonfinite = int((~usable_N).sum())
     gap = (learner_logprobs_N - rollout_logprobs_N)[usable_N].double()
+    every = torch.ones_like(gap, dtype=torch.bool)
     if gap.numel() == 0:
         nan = float("nan")
         return {
@@ -27,6 +30,8 @@ def mismatch_metrics(learner_logprobs_N: Tensor, rollout_logprobs_N: Tensor, fin
             "mismatch/logprob_abs_mean": nan,
             "mismatch/logprob_abs_p99": nan,
             "mismatch/kl_k3": nan,
+            "mismatch/ess": nan,
+            "mismatch/m2": nan,
             "mismatch/nonfinite_tokens": nonfinite,
         }
     return {
@@ -34,6 +39,8 @@ def mismatch_metrics(learner_logprobs_N: Tensor, rollout_logprobs_N: Tensor, fin
         "mismatch/logprob_abs_mean": float(gap.abs().mean()),
         "mismatch/logprob_abs_p99": percentile(gap.abs(), 0.99),
         "mismatch/kl_k3": float(k3(gap).mean()),
+        "mismatch/ess": float(effective_share(weight_moments(gap.clamp(-MAX_LOG_WEIGHT, MAX_LOG_WEIGHT), every))),
+        "mismatch/m2": float(second_moment(gap, every)),
         "mismatch/nonfinite_tokens": nonfinite,
     }
 

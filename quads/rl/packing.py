@@ -57,6 +57,7 @@ class Microbatch:
     routed_experts_TLA: Tensor | None = None  # int64 [T, num_layers, top_k], the rollout's expert choices
     old_logprobs_N: Tensor | None = None  # fp32, the learner's before the update (rl.old_logprobs = "learner")
     ref_logprobs_N: Tensor | None = None  # fp32, the reference policy's (rl.kl_coef > 0)
+    ais_share: Tensor | None = None  # fp32 [], of the whole mini-batch (rl.correction = "ais")
 
     def to(self, device: torch.device) -> "Microbatch":
         """A copy whose tensors are on the device."""

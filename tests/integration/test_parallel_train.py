@@ -15,6 +15,10 @@ VALUES: dict[str, Any] = {
     "quant__recipe": "qat",  # W4A4 without residual: the codes of a token do not depend on its batch mates
     "rl__minibatch_prompts": 4,
     "rl__old_logprobs": "learner",
+    "rl__correction": "ais",  # by the effective sample size of all processes' tokens
+    "rl__correction_level": "sequence",
+    "rl__correction_cap": 1.05,
+    "rl__routing_replay": "true",
     "rl__kl_coef": 0.1,
     "rl__microbatch_tokens": 64,
     "rl__loss_average": "token",
@@ -34,6 +38,7 @@ RELATIVE = 2e-3
 def test_two_processes_train_as_one_and_resume_anywhere(tmp_path: Path) -> None:
     config = make_world(tmp_path / "world")
     straight = train_rows(config, tmp_path / "straight", **VALUES)
+    assert any(0 < row["policy/weight_capped_frac"] < 1 for row in straight)
 
     out = tmp_path / "parallel"
     processes = start_two(config, out, **VALUES, **PARALLEL)

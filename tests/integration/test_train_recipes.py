@@ -140,7 +140,7 @@ def test_the_folder_of_a_run(config: Path, tmp_path: Path) -> None:
 
 # option values -> the first step whose row differs from that of the plain run; None: equal rows
 OPTIONS: dict[str, tuple[dict[str, Any], int | None]] = {
-    "learner log-probs": ({"rl__old_logprobs": "learner", "rl__tis_clip": 0.9}, 1),
+    "learner log-probs": ({"rl__old_logprobs": "learner", "rl__correction_cap": 1.02}, 1),
     "token average": ({"rl__loss_average": "token"}, 1),
     "KL": ({"rl__kl_coef": 1.0}, 2),  # at step 1 the policy is the reference
     "truncated masked": ({"rl__truncated": "mask"}, 1),

@@ -40,7 +40,10 @@ VALUES: dict[str, Any] = {
     "rl__cumulative_ratio_clip": 7.0,
     "rl__loss_average": "token",
     "rl__old_logprobs": "learner",
-    "rl__tis_clip": 1.25,
+    "rl__correction": "mis",
+    "rl__correction_level": "geometric",
+    "rl__correction_cap": 1.25,
+    "rl__dual_clip": 3.5,
     "rl__kl_coef": 0.015,
     "rl__truncated": "mask",
     "rl__routing_replay": "true",
@@ -77,6 +80,7 @@ VALUES: dict[str, Any] = {
 
 # Keys that this run cannot show, with the test that does.
 ELSEWHERE = {
+    "rl.surrogate": "tests/integration/test_train_corrections.py::test_no_two_of_them_train_alike",
     "optim.moments": "tests/unit/test_optimizer.py::test_8bit_moments_stay_near_float32",
     "rollout.engine": "tests/integration/test_vllm_processes.py::test_the_loop_follows_a_moving_policy",
     "rollout.tensor_parallel": "tests/unit/test_rollout_tensor_parallel.py",
@@ -187,7 +191,10 @@ PLACES: dict[str, Callable[[SimpleNamespace], tuple[Any, Any]]] = {
     "rl.cumulative_ratio_clip": lambda r: ({loss.config.cumulative_ratio_clip for loss in r.losses}, {7.0}),
     "rl.loss_average": lambda r: ([c.denominator for c in r.updates], [c.weights for c in r.updates]),
     "rl.old_logprobs": lambda r: (all(loss.old is not None for loss in r.losses), True),
-    "rl.tis_clip": lambda r: ({loss.config.tis_clip for loss in r.losses}, {1.25}),
+    "rl.correction": lambda r: ({loss.config.correction for loss in r.losses}, {"mis"}),
+    "rl.correction_level": lambda r: ({loss.config.correction_level for loss in r.losses}, {"geometric"}),
+    "rl.correction_cap": lambda r: ({loss.config.correction_cap for loss in r.losses}, {1.25}),
+    "rl.dual_clip": lambda r: ({loss.config.dual_clip for loss in r.losses}, {3.5}),
     "rl.kl_coef": lambda r: ({(loss.config.kl_coef, loss.ref is None) for loss in r.losses}, {(0.015, False)}),
     "rl.truncated": lambda r: (r.updates[0].denominator, trained_tokens(r)),
     "rl.routing_replay": lambda r: (all(all(call.routed) for call in r.updates), True),

@@ -2,28 +2,26 @@
 
 import math
 
+import pytest
 import torch
-from torch import Tensor
 
 from quads.rl.corrections import (
-    acr_surrogate,
+    acr_ceiling,
+    ais_share,
     centering_coefficients,
     dual_clip,
-    effective_sample_share,
+    effective_share,
     importance_weights,
     log_weights,
     response_sums,
     second_moment,
     tbpo_surrogate,
+    weight_moments,
 )
 
 SEQUENCE = torch.tensor([0, 0, 0, 1, 1, 2])
 TRAINED = torch.tensor([True, True, True, True, False, True])
 MISMATCH = torch.tensor([0.1, -0.4, 1.5, -2.0, 7.0, 0.0])
-
-
-def ppo(ratio: Tensor, advantages: Tensor, low: float, high: float) -> Tensor:
-    return torch.minimum(ratio * advantages, ratio.clamp(1 - low, 1 + high) * advantages)
 
 
 def test_log_weights_of_tokens_responses_and_means() -> None:
@@ -46,50 +44,46 @@ def test_log_weights_are_bounded() -> None:
 
 
 def test_truncated_and_masked_weights_by_hand() -> None:
-    logs, trained = torch.tensor([0.5, 2.0, 3.0, 0.25, 1.0]).log(), torch.ones(5, dtype=torch.bool)
+    logs = torch.tensor([0.5, 2.0, 3.0, 0.25, 1.0]).log()
     close = torch.testing.assert_close
-    close(importance_weights(logs, trained, "tis", 2.0), torch.tensor([0.5, 2.0, 2.0, 0.25, 1.0]))
-    close(importance_weights(logs, trained, "mis", 2.5), torch.tensor([0.5, 2.0, 0.0, 0.0, 1.0]))
-    close(importance_weights(logs, trained, "none", 2.0), torch.ones(5))
-    close(importance_weights(logs, trained, "mis", math.inf), logs.exp())
+    close(importance_weights(logs, "tis", 2.0, None), torch.tensor([0.5, 2.0, 2.0, 0.25, 1.0]))
+    close(importance_weights(logs, "mis", 2.5, None), torch.tensor([0.5, 2.0, 0.0, 0.0, 1.0]))
+    close(importance_weights(logs, "none", 2.0, None), torch.ones(5))
+    close(importance_weights(logs, "mis", math.inf, None), logs.exp())
 
 
 def test_ais_corrects_nothing_where_all_weights_are_one_and_more_where_few_count() -> None:
     trained = torch.ones(4, dtype=torch.bool)
-    assert torch.equal(importance_weights(torch.zeros(4), trained, "ais", 2.0), torch.ones(4))
+    equal = torch.zeros(4)
+    assert torch.equal(importance_weights(equal, "ais", 2.0, ais_share(weight_moments(equal, trained))), torch.ones(4))
     logs = torch.tensor([1.0, 1.0, 1.0, 9.0]).log()  # ESS / N = 144 / (4 * 84) = 3 / 7
     share = 1 - 3 / 7
     torch.testing.assert_close(
-        importance_weights(logs, trained, "ais", 2.0), torch.tensor([1.0, 1.0, 1.0, 1 - share + share * 2])
+        importance_weights(logs, "ais", 2.0, ais_share(weight_moments(logs, trained))),
+        torch.tensor([1.0, 1.0, 1.0, 1 - share + share * 2]),
     )
+    # The two ends: nothing, and truncation.
+    assert torch.equal(importance_weights(logs, "ais", 2.0, torch.tensor(0.0)), torch.ones(4))
+    tis = importance_weights(logs, "tis", 2.0, None)
+    assert torch.equal(importance_weights(logs, "ais", 2.0, torch.tensor(1.0)), tis)
 
 
-def test_effective_sample_share_and_second_moment() -> None:
-    trained = torch.ones(4, dtype=torch.bool)
-    assert effective_sample_share(torch.full((4,), 3.0), trained).item() == 1.0
-    assert math.isclose(
-        effective_sample_share(torch.tensor([1.0, 1.0, 1.0, 9.0]).log(), trained).item(), 3 / 7, rel_tol=1e-6
-    )
-    assert effective_sample_share(torch.zeros(4), torch.zeros(4, dtype=torch.bool)).item() == 1.0
+def test_effective_share_and_second_moment() -> None:
+    logs, trained = torch.tensor([1.0, 1.0, 1.0, 9.0, 5.0]).log(), torch.tensor([True] * 4 + [False])
+    assert weight_moments(logs, trained).tolist() == pytest.approx([4.0, 12.0, 84.0], rel=1e-6)
+    assert effective_share(weight_moments(logs, trained)).item() == pytest.approx(3 / 7, rel=1e-6)
+    assert effective_share(weight_moments(torch.full((4,), 3.0), trained[:4])).item() == 1.0
+    assert effective_share(weight_moments(torch.zeros(4), torch.zeros(4, dtype=torch.bool))).item() == 1.0
+    parts = weight_moments(logs[:2], trained[:2]) + weight_moments(logs[2:], trained[2:])
+    torch.testing.assert_close(parts, weight_moments(logs, trained))
     assert math.isclose(second_moment(MISMATCH, TRAINED).item(), (0.01 + 0.16 + 2.25 + 4.0) / 5, rel_tol=1e-6)
     assert second_moment(MISMATCH, torch.zeros(6, dtype=torch.bool)).item() == 0.0
 
 
-def test_acr_with_weight_one_is_ppo() -> None:
-    ratio = torch.tensor([0.5, 0.9, 1.1, 1.6, 1.6, 0.5])
-    advantages = torch.tensor([1.0, 1.0, 1.0, 1.0, -1.0, -1.0])
-    assert torch.equal(
-        acr_surrogate(ratio, advantages, torch.ones(6), 2.0, 0.2, 0.27), ppo(ratio, advantages, 0.2, 0.27)
-    )
-
-
-def test_acr_lets_a_token_rise_further_that_the_rollout_overrated() -> None:
-    ratio, advantages, weights = torch.tensor([2.0]), torch.tensor([1.0]), torch.tensor([0.5])
-    # (1 + 0.2) / 0.5 = 2.4 is the bound, so 2.0 is not clipped: r R A = 1. At 3.0 it is: r * 2.4 = 1.2.
-    assert acr_surrogate(ratio, advantages, weights, 2.0, 0.2, 0.2).item() == 1.0
-    assert math.isclose(acr_surrogate(ratio * 1.5, advantages, weights, 2.0, 0.2, 0.2).item(), 1.2, rel_tol=1e-6)
-    # r > 1 is capped and leaves the bound at 1 + high.
-    assert math.isclose(acr_surrogate(ratio, advantages, weights * 8, 3.0, 0.2, 0.2).item(), 3.6, rel_tol=1e-6)
+def test_acr_s_ceiling_is_ppo_s_but_for_a_token_that_the_rollout_overrated() -> None:
+    # (1 + 0.2) / 0.5 = 2.4: the token may rise to 2.4 times its probability. Weights above 1 leave PPO's ceiling.
+    got = acr_ceiling(torch.tensor([1.0, 0.5, 1.7]), 0.2)
+    torch.testing.assert_close(got, torch.tensor([1.2, 2.4, 1.2]))
 
 
 def test_tbpo_in_the_band_is_gspo_with_its_gradient() -> None:

@@ -79,7 +79,7 @@ BUDGETS = {
     "rollout": 350,
     "rollout/native": 900,
     "rollout/vllm": 2450,
-    "rl": 1400,
+    "rl": 1600,  # corrections of the loss for a rollout that is not the learner's policy are 150
     "rl/rewards": 2700,
     "data": 1300,
     "sandbox": 1850,  # judges are confined here as well
@@ -90,9 +90,9 @@ BUDGETS = {
     "lab/smollm2": 600,
 }
 CORE = ("config", "run", "model", "quant", "rollout", "rollout/native", "rl")
-CORE_BUDGET = 9900  # 9000 with NVFP4, FP8 and MXFP4; each further format is a module that nobody has to read
+CORE_BUDGET = 10300  # 9000 with NVFP4, FP8 and MXFP4; a further format or correction of the loss need not be read
 FILE_BUDGET = 300
-LONG = {"config/sections.py": 350}  # one table of all keys
+LONG = {"config/sections.py": 400}  # one table of all keys
 
 
 @functools.cache

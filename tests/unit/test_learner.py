@@ -9,9 +9,10 @@ from quads.errors import UserError
 from quads.model.config import ModelConfig
 from quads.model.model import MoEDecoder
 from quads.quant.recipes import RECIPES, resolve
-from quads.rl.learner import Learner, UpdateStats, merge_updates
+from quads.rl.learner import Learner
 from quads.rl.optimizer import learning_rate
 from quads.rl.packing import Sample, pack
+from quads.rl.updates import TOUCHED, UpdateStats, merge_updates
 from quads.types import Completion
 
 CONFIG = ModelConfig(
@@ -61,6 +62,37 @@ def test_gradient_is_the_same_for_every_split(average):
         for name, grad in whole.items():
             # fp32 sums in another order: 1e-5 of the largest entry
             torch.testing.assert_close(split[name], grad, rtol=1e-4, atol=1e-5 * float(grad.abs().max()) + 1e-12)
+
+
+@pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
+def test_a_correction_is_the_same_for_every_split(level):
+    """AIS mixes by the effective sample size of the whole mini-batch, not of a micro-batch."""
+    learner = make_learner(rl=RLSettings(old_logprobs="learner", correction="ais", correction_level=level))
+    whole = gradients(learner, *pack(make_samples(), 10_000, "sample"))
+    split = gradients(learner, *pack(make_samples(), 17, "sample"))
+    for name, grad in whole.items():
+        torch.testing.assert_close(split[name], grad, rtol=1e-4, atol=1e-5 * float(grad.abs().max()) + 1e-12)
+    plain = make_learner(rl=RLSettings(old_logprobs="learner", correction_level=level))
+    other = gradients(plain, *pack(make_samples(), 10_000, "sample"))
+    assert any(float((other[name] - grad).abs().max()) > 1e-3 * float(grad.abs().max()) for name, grad in whole.items())
+
+
+def test_what_ais_mixes_in_is_of_the_responses_of_all_processes():
+    """Two processes with half of the micro-batches each: the sums of one, with those of the other, give the whole's."""
+    learner = make_learner(rl=RLSettings(old_logprobs="learner", correction="ais"))
+    microbatches, _ = pack(make_samples(), 17, "sample")
+    (whole,) = {float(mb.ais_share) for mb in learner.add_fixed_logprobs(microbatches)}
+    sent = []
+
+    class Other:
+        def all_reduce(self, moments):
+            sent.append(moments.clone())
+            return moments.add_(sent[0] if len(sent) > 1 else 0.0)
+
+    learner.world = Other()
+    learner.add_fixed_logprobs(microbatches[:3])
+    (share,) = {float(mb.ais_share) for mb in learner.add_fixed_logprobs(microbatches[3:])}
+    assert share == pytest.approx(whole, rel=1e-6) and 0.1 < share < 0.9
 
 
 @pytest.mark.parametrize("average", ["sample", "token"])
@@ -207,14 +239,16 @@ def test_metrics_of_two_updates_by_hand():
 
     def stats(lr, learner, **changes):
         made = UpdateStats(
-            loss=0.5, grad_norm=2.0, lr=lr, skipped=False, tokens=10, clipped=3, cumulative_masked=1, kl_sum=0.2,
+            loss=0.5, grad_norm=2.0, lr=lr, skipped=False, tokens=10, kl_sum=0.2,
+            touched=dict(zip(TOUCHED, (3, 1, 2, 4, 5, 6), strict=True)),
             entropy_sum=4.0, entropy_tokens=8, learner_logprobs_N=torch.tensor(learner),
             rollout_logprobs_N=torch.tensor([-1.0, -2.0]), finite_N=torch.tensor([True, True]),
             routes_repeated=6, routes=8,
         )  # fmt: skip
         return replace(made, **changes)
 
-    second = {"loss": 1.5, "grad_norm": 4.0, "skipped": True, "tokens": 30, "clipped": 5, "cumulative_masked": 3}
+    second = {"loss": 1.5, "grad_norm": 4.0, "skipped": True, "tokens": 30}
+    second |= {"touched": dict(zip(TOUCHED, (5, 3, 10, 12, 7, 8), strict=True))}
     second |= {"kl_sum": 0.6, "entropy_sum": 2.0, "entropy_tokens": 2, "routes_repeated": 0}
     metrics = merge_updates([stats(0.1, [-1.5, -2.0]), stats(0.3, [-9.0, -9.0], **second)])
     assert metrics["mismatch/logprob_abs_max"] == 0.5 and metrics["mismatch/logprob_abs_mean"] == 0.25
@@ -222,6 +256,10 @@ def test_metrics_of_two_updates_by_hand():
         "mismatch/router_agreement": 6 / 8,
         "policy/ratio_clip_frac": 8 / 40,
         "policy/cumulative_masked_frac": 4 / 40,
+        "policy/weight_capped_frac": 12 / 40,
+        "policy/weight_masked_frac": 16 / 40,
+        "policy/tbpo_dropped_frac": 12 / 40,
+        "policy/dual_clip_frac": 14 / 40,
         "policy/kl": pytest.approx(0.8 / 40),
         "policy/entropy": 6.0 / 10,
         "train/loss": 1.0,
@@ -246,6 +284,26 @@ def test_masked_tokens_are_reported():
         shares.append(merge_updates([learner.update([mb], denominator)])["policy/cumulative_masked_frac"])
         assert shares[-1] == outside / len(mb.targets_N)
     assert shares[0] == 0.0 < shares[1] < 1.0
+
+
+def test_tokens_that_a_correction_touches_are_reported():
+    """Shares of the trained tokens whose weight, the learner's probability over the rollout's, is beyond the cap."""
+    (mb,), denominator = pack(make_samples(), 10_000, "sample")
+    own = make_learner()
+    weights_N = (own.forward_logprobs(own.model, mb)[0].detach() - mb.rollout_logprobs_N).exp()
+    above, below = float((weights_N > 1.5).float().mean()), float((weights_N < 1 / 1.5).float().mean())
+    assert 0 < above < above + below < 1
+    for correction, capped, masked in (("tis", above, 0), ("mis", 0, above + below), ("ais", above, 0)):
+        learner = make_learner(rl=RLSettings(old_logprobs="learner", correction=correction, correction_cap=1.5))
+        metrics = merge_updates([learner.update(learner.add_fixed_logprobs([mb]), denominator)])
+        assert metrics["policy/weight_capped_frac"] == pytest.approx(capped), correction
+        assert metrics["policy/weight_masked_frac"] == pytest.approx(masked), correction
+    learner = make_learner(rl=RLSettings(surrogate="tbpo", dual_clip=0.0))
+    dropped = merge_updates([learner.update([mb], denominator)])["policy/tbpo_dropped_frac"]
+    learner = make_learner(rl=RLSettings(dual_clip=1.1))
+    bounded = merge_updates([learner.update([mb], denominator)])["policy/dual_clip_frac"]
+    assert 0 < dropped <= 1 and 0 < bounded <= 1
+    assert bounded == pytest.approx(float(((weights_N > 1.1) & (mb.advantages_N < 0)).float().mean()))
 
 
 def with_routes(samples, ids_of_layer):

@@ -3,6 +3,7 @@ import math
 import pytest
 import torch
 
+from quads.config.sections import RLSettings
 from quads.rl.loss import LossConfig, cumulative_ratio_mask, grpo_loss, k3
 from quads.rl.mismatch import mismatch_metrics, percentile
 from quads.rl.packing import Microbatch
@@ -57,15 +58,104 @@ def test_huge_ratio_does_not_overflow():
     assert torch.isfinite(loss) and logprobs.grad is not None and torch.isfinite(logprobs.grad).all()
 
 
+def corrected(rollout, old, log_ratios, advantages, sequence=None, share=None, **options):
+    """(loss, gradient at the log-probs, sums) with old = learner, over tokens, denominator 1."""
+    old = torch.tensor(old)
+    logprobs = (old + torch.tensor(log_ratios)).requires_grad_()
+    made = batch(rollout, advantages, sequence=sequence, old_logprobs_N=old, ais_share=share)
+    loss, sums = grpo_loss(logprobs, made, LossConfig(old_logprobs="learner", **options), 1.0)
+    loss.backward()
+    counts = {name: int(count) for name, count in sums.items() if name != "kl"}
+    return float(loss.detach()), logprobs.grad, counts
+
+
 def test_truncated_importance_weight_by_hand():
     """old = learner: ratio is taken against the learner, the rollout's gap enters as min(exp(old - rollout), C)."""
-    config = LossConfig(old_logprobs="learner", tis_clip=2.0)
-    rollout = [-1.0, -3.0]
-    old = torch.tensor([-1.5, -1.0])  # exp(-.5) = .6065; exp(2) = 7.39 -> 2
-    logprobs = old.clone().requires_grad_()
-    loss, _ = grpo_loss(logprobs, batch(rollout, [1.0, 1.0], old_logprobs_N=old), config, 1.0)
-    loss.backward()
-    torch.testing.assert_close(logprobs.grad, torch.tensor([-math.exp(-0.5), -2.0]))
+    # exp(-.5) = .6065; exp(2) = 7.39 -> 2
+    _, grad, sums = corrected([-1.0, -3.0], [-1.5, -1.0], [0.0, 0.0], [1.0, 1.0], correction="tis")
+    torch.testing.assert_close(grad, torch.tensor([-math.exp(-0.5), -2.0]))
+    assert sums["weight_capped"] == 1 and sums["weight_masked"] == 0
+
+
+def test_masked_weight_by_hand():
+    """w = exp(-.5), exp(2), exp(-2): the last two are outside [1/2, 2]."""
+    _, grad, sums = corrected([-1.0, -3.0, -1.0], [-1.5, -1.0, -3.0], [0.0] * 3, [1.0] * 3, correction="mis")
+    torch.testing.assert_close(grad, torch.tensor([-math.exp(-0.5), 0.0, 0.0]))
+    assert sums["weight_masked"] == 2 and sums["weight_capped"] == 0
+
+
+def test_adaptive_weight_by_hand():
+    """l = 0.25 of the batch: 0.75 + 0.25 * min(w, 2)."""
+    share = torch.tensor(0.25)
+    _, grad, sums = corrected([-1.0, -3.0], [-1.5, -1.0], [0.0, 0.0], [1.0, 1.0], share=share, correction="ais")
+    torch.testing.assert_close(grad, torch.tensor([-0.75 - 0.25 * math.exp(-0.5), -0.75 - 0.25 * 2]))
+    assert sums["weight_capped"] == 1
+
+
+def test_weights_of_whole_responses_by_hand():
+    """Gaps .2, .4 and -.1, of two responses: product exp(.6), geometric mean exp(.3); the second has one token."""
+    arguments = ([-1.0, -1.0, -1.0], [-0.8, -0.6, -1.1], [0.0] * 3, [1.0, 1.0, -1.0], [0, 0, 1])
+    for level, first in (("sequence", 0.6), ("geometric", 0.3)):
+        _, grad, _ = corrected(*arguments, correction="tis", correction_level=level, correction_cap=9.0)
+        torch.testing.assert_close(grad, torch.tensor([-math.exp(first), -math.exp(first), math.exp(-0.1)]))
+
+
+def test_no_correction_leaves_the_gap_out():
+    _, grad, sums = corrected([-1.0, -3.0], [-1.5, -1.0], [0.0, 0.0], [1.0, 1.0], correction="none")
+    torch.testing.assert_close(grad, torch.tensor([-1.0, -1.0]))
+    assert sums.get("weight_capped", 0) == 0
+
+
+def test_acr_by_hand():
+    """r = 0.5 widens the upper clip to 1.2 / 0.5 = 2.4, so R = 2 still learns, with 0.5 * 2; r = 3 counts twice (cap 2)
+    and is clipped at 1.2; a negative advantage is clipped below, at 0.8."""
+    half, three = math.log(0.5), math.log(3.0)
+    arguments = ([-1.0, -1.0, -1.0], [-1.0 + half, -1.0 + three, -1.0 + half])
+    arguments = (*arguments, [math.log(2.0), math.log(2.0), math.log(0.5)], [1.0, 1.0, -1.0])
+    options = {"clip_low": 0.2, "clip_high": 0.2, "correction": "tis"}
+    loss, grad, sums = corrected(*arguments, surrogate="acr", **options)
+    torch.testing.assert_close(grad, torch.tensor([-1.0, 0.0, 0.0]))
+    assert loss == pytest.approx(-(0.5 * 2.0 + 2 * 1.2 - 0.5 * 0.8)) and sums["clipped"] == 2
+    loss, grad, sums = corrected(*arguments, surrogate="ppo", **options)  # 2 is beyond 1.2 for all
+    assert loss == pytest.approx(-(0.5 * 1.2 + 2 * 1.2 - 0.5 * 0.8)) and sums["clipped"] == 3
+
+
+def test_tbpo_by_hand():
+    """Mean log-ratios .15 (in the band: every token moves by exp(.15) A / 2 of the sum of two) and .5 (dropped)."""
+    arguments = ([-1.0] * 4, [-1.0] * 4, [0.1, 0.2, 0.4, 0.6], [1.0, 1.0, -1.0, -1.0], [0, 0, 1, 1])
+    loss, grad, sums = corrected(*arguments, surrogate="tbpo", correction="none")
+    torch.testing.assert_close(grad, torch.tensor([-math.exp(0.15), -math.exp(0.15), 0.0, 0.0]))
+    assert loss == pytest.approx(-2 * math.exp(0.15)) and sums["tbpo_dropped"] == 2
+
+
+def test_dual_clip_by_hand():
+    """A negative advantage at R = 4 counts three times and no longer moves; a positive one is not touched."""
+    arguments = ([-1.0] * 2, [-1.0] * 2, [math.log(4.0), math.log(1.1)], [-1.0, 1.0])
+    loss, grad, sums = corrected(*arguments, dual_clip=3.0, correction="none")
+    torch.testing.assert_close(grad, torch.tensor([0.0, -1.1]))
+    assert loss == pytest.approx(3.0 - 1.1) and sums["dual_clipped"] == 1
+    loss, _, sums = corrected(*arguments, correction="none")
+    assert loss == pytest.approx(4.0 - 1.1) and sums["dual_clipped"] == 0
+
+
+def test_untrained_tokens_do_not_count_as_touched():
+    """Both are far outside every bound; the second is not trained on."""
+    old = torch.tensor([2.0, 2.0])
+    made = batch([0.0, 0.0], [-1.0, -1.0], [1.0, 0.0], [0, 1], old_logprobs_N=old)
+    touched = set()
+    for options in ({"correction": "mis", "dual_clip": 2.0}, {"correction": "tis"}, {"surrogate": "tbpo"}):
+        config = LossConfig(old_logprobs="learner", cumulative_ratio_clip=2.0, **options)
+        _, sums = grpo_loss(old + 2.0, made, config, 1.0)
+        touched |= {(name, int(count)) for name, count in sums.items() if name not in ("kl", "tokens") and count}
+    assert touched == {(name, 1) for name in (
+        "cumulative_masked", "weight_masked", "weight_capped", "tbpo_dropped", "dual_clipped")}  # fmt: skip
+
+
+def test_the_word_for_the_correction_is_tis_where_there_is_something_to_correct():
+    assert LossConfig.of(RLSettings()).correction == "none"
+    assert LossConfig.of(RLSettings(old_logprobs="learner")).correction == "tis"
+    assert LossConfig.of(RLSettings(old_logprobs="learner", correction="none")).correction == "none"
+    assert LossConfig.of(RLSettings()) == LossConfig()
 
 
 def test_kl_by_hand():
@@ -117,7 +207,12 @@ def test_mismatch_metrics_by_hand():
     # gaps +.5, 0, -1: k3 = exp(d) - 1 - d = .1487, 0, .3679
     expected = ((math.exp(0.5) - 1.5) + 0 + math.exp(-1.0)) / 3
     assert metrics["mismatch/kl_k3"] == pytest.approx(expected, rel=1e-6)
-    assert math.isnan(mismatch_metrics(learner, rollout, finite & False)["mismatch/logprob_abs_max"])
+    assert metrics["mismatch/m2"] == pytest.approx((0.25 + 0 + 1) / 3, rel=1e-6)
+    w = [math.exp(0.5), 1.0, math.exp(-1.0)]
+    assert metrics["mismatch/ess"] == pytest.approx(sum(w) ** 2 / (3 * sum(x * x for x in w)), rel=1e-6)
+    empty = mismatch_metrics(learner, rollout, finite & False)
+    assert empty.keys() == metrics.keys()
+    assert all(math.isnan(value) for name, value in empty.items() if name != "mismatch/nonfinite_tokens")
     learner[2] = torch.nan  # the learner's own value may be the broken one
     metrics = mismatch_metrics(learner, rollout, finite)
     assert metrics["mismatch/nonfinite_tokens"] == 2 and metrics["mismatch/logprob_abs_max"] == 0.5

@@ -93,7 +93,7 @@ def test_updates_are_adamw_s() -> None:
             group["lr"] = rate_by_hand(update)
         adamw.step()
 
-        assert stats.clipped == clipped and 0 < clipped < stats.tokens
+        assert stats.touched["clipped"] == clipped and 0 < clipped < stats.tokens
         assert math.isclose(stats.loss, loss.item(), rel_tol=1e-5)
         assert math.isclose(stats.grad_norm, float(norm), rel_tol=1e-4)
         assert math.isclose(stats.lr, rate_by_hand(update), rel_tol=1e-12)
