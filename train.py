@@ -45,7 +45,7 @@ def main(argv: list[str]) -> None:
                 world.print("dry run: config, data, tokenizer and memory are fine")
                 return
             try:
-                train(cfg, parts, world)
+                train(parts.cfg, parts, world)
             finally:
                 parts.close()
 

@@ -19,7 +19,13 @@ from benchmarks.tune_kernels import EXPERTS, HIDDEN, TOP_K, WIDTH, weight
 from quads.quant.triton import activations
 from quads.quant.triton import ops as kernels
 
-VARIANTS = {"w4a4": ("w4a4", "batch"), "batch": ("w4a4_residual", "batch"), "token": ("w4a4_residual", "token")}
+# precision, selection, folded
+VARIANTS = {
+    "w4a4": ("w4a4", "batch", False),
+    "batch": ("w4a4_residual", "batch", True),
+    "all": ("w4a4_residual", "all", True),
+    "two": ("w4a4_residual", "all", False),
+}
 
 
 @contextmanager
@@ -47,9 +53,9 @@ def without_quantizing() -> Iterator[None]:
 def without_gemm(name: str) -> Iterator[None]:
     real = kernels._gemm
 
-    def skip(operand, weight, out, layer, *args, **kwargs):
+    def skip(operand, weight, out, *, layer, **settings):
         if layer != name:
-            real(operand, weight, out, layer, *args, **kwargs)
+            real(operand, weight, out, layer=layer, **settings)
 
     with patch.object(kernels, "_gemm", skip):
         yield
@@ -63,21 +69,21 @@ def as_it_is() -> Iterator[None]:
 STAGES = {
     "whole": as_it_is,
     "no combine": lambda: remembered(kernels, "combine"),
-    "no select": lambda: patch.object(activations, "clear_unselected", lambda *args: None),
+    "no select": lambda: remembered(activations, "fold_selected"),
     "no quantize": without_quantizing,
     "no w13": lambda: without_gemm("w13"),
     "no w2": lambda: without_gemm("w2"),
 }
 
 
-def layer_us(tokens: int, w4: list, precision: str, selection: str) -> float:
+def layer_us(tokens: int, w4: list, precision: str, selection: str, fold: bool) -> float:
     span = range(8)
     x = [torch.randn(tokens, HIDDEN, device="cuda", dtype=torch.bfloat16) for _ in span]
     ids = [torch.rand(tokens, EXPERTS, device="cuda").topk(TOP_K).indices for _ in span]
     gates = [torch.rand(tokens, TOP_K, device="cuda").bfloat16() for _ in span]
 
     def call(i: int) -> None:
-        kernels.moe(x[i], *w4[i % 2], ids[i], gates[i], precision, selection=selection)
+        kernels.moe(x[i], *w4[i % 2], ids[i], gates[i], precision, selection=selection, fold=fold)
 
     return graph_us([lambda i=i: call(i) for i in span])
 
@@ -87,13 +93,13 @@ def main() -> None:
     w4 = [(weight((EXPERTS, 2 * WIDTH, HIDDEN), True), weight((EXPERTS, HIDDEN, WIDTH))) for _ in range(2)]
     print(torch.cuda.get_device_name(), "us; tokens, variant, " + ", ".join(STAGES), flush=True)
     for tokens in sizes:
-        for name, (precision, selection) in VARIANTS.items():
+        for name, variant in VARIANTS.items():
             row = []
             for stage, change in STAGES.items():
                 torch.manual_seed(tokens)  # the same routings in every row
                 with change():
                     skip = stage == "no select" and name != "batch"
-                    row.append(float("nan") if skip else layer_us(tokens, w4, precision, selection))
+                    row.append(float("nan") if skip else layer_us(tokens, w4, *variant))
             print(f"{tokens:5d} {name:6s} " + " ".join(f"{us:7.1f}" for us in row), flush=True)
 
 

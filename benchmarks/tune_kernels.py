@@ -88,9 +88,10 @@ def launcher(job: tuple, weights: list, routings: list) -> Callable[[int], None]
         weight = weights[i % len(weights)]
         if routed:
             top_k = TOP_K if layer == "w13" else 1  # x of w2 has a row a slot
-            kernels._gemm(operand, weight, out, layer, row, "", blocks, tokens * TOP_K, routings[i], top_k)
+            how = {"layer": layer, "n_rows": tokens * TOP_K, "routing": routings[i], "top_k": top_k}
         else:
-            kernels._gemm(operand, weight, out, "dense", row, "", blocks, tokens)
+            how = {"layer": "dense", "n_rows": tokens}
+        kernels._gemm(operand, weight, out, row=row, name="", blocks=blocks, **how)
 
     return call
 

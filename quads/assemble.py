@@ -32,6 +32,7 @@ from quads.model.config import ModelConfig
 from quads.model.hf import HFCheckpoint, load_hf
 from quads.model.model import MoEDecoder
 from quads.model.parallelize import load_hf_sharded, parallelize, write_part
+from quads.quant.backend import operand_in_force
 from quads.quant.banner import banner
 from quads.quant.convert import convert_learner
 from quads.quant.masters import attach
@@ -140,6 +141,7 @@ def _build(
     cfg: Config, world: Distributed, checkpoint: str, rewards: RewardPool, make_engine: Callable[..., Engine]
 ) -> Parts | None:
     dtype, device = DTYPES[cfg.model.dtype], world.device
+    cfg = _with_operand(cfg, device)
     spec = resolve(cfg.quant)
     model_config = load_model_config(cfg)
     tokenizer = Tokenizer(cfg.model.tokenizer)
@@ -199,6 +201,16 @@ def _build(
     )
     parts.sync(version=0)
     return parts
+
+
+def _with_operand(cfg: Config, device: torch.device) -> Config:
+    """The config with the residual operand that this device has in place of "auto": part of a run's numerics, which its
+    config.toml states."""
+    spec, rollout = resolve(cfg.quant), cfg.rollout
+    if spec.rollout != "w4a4_residual" or spec.operand != "auto":
+        return cfg
+    word = operand_in_force(spec.operand, "auto" if rollout.engine == "vllm" else rollout.kernel, device, spec.format)
+    return replace(cfg, quant=replace(cfg.quant, residual_operand=word))
 
 
 def build_rewards(cfg: Config) -> RewardPool:

@@ -68,6 +68,11 @@ class QuantSettings:
         "how residual channels are chosen: one set per forward, whole blocks of the format, one set per token, two of "
         "each four neighbours, or all of them (whatever residual_ratio says)",
     )
+    residual_operand: Literal["auto", "folded", "two"] = key(
+        "auto",
+        "the residual pass is a second operand, or folded into the first one in fp16 (auto: folded by kernels that "
+        "decode 4-bit numbers, two on FP4 tensor cores and in plain torch)",
+    )
     global_scale: Literal["pow2", "amax"] = key("pow2", "NVFP4 global scale: power of two, or 2688 / amax")
     four_over_six: Literal["none", "mse", "mae"] = key(
         "none",

@@ -129,7 +129,11 @@ def multiplied(x: Tensor, activations: str, spec: QuantSpec, site: str = "") -> 
     if name == "bf16":
         return x.double()
     if compensated:
-        main, rest = residual.compensate(x.float(), spec.ratio, spec.selection, None, name, spec.rule(name))
+        arguments = x.float(), spec.ratio, spec.selection, None, name, spec.rule(name)
+        if spec.operand == "folded":
+            operand, scale = residual.compensate_folded(*arguments)
+            return operand.double() * scale.double()
+        main, rest = residual.compensate(*arguments)
         return main.double() - rest.double()
     return FORMATS[name].qdq_rows(x, spec.rule(name), torch.float32).double()
 

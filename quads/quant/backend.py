@@ -71,12 +71,25 @@ def choose_kernel(kernel: str, device: torch.device, precision: str, format: str
     return "triton" if kernel == "auto" and can else "reference"
 
 
-def describe_kernel(kernel: Kernel, precision: str, format: str, device: torch.device) -> str:
-    """A few words for the banner."""
+def operand_in_force(word: str, kernel: str, device: torch.device, format: str) -> Literal["folded", "two"]:
+    """What [quant] residual_operand = `word` comes to on a device, for rollout.kernel = `kernel` ("auto" for vllm)."""
+    if word == "auto":
+        folds = choose_kernel(kernel, device, "w4a4_residual", format) == "triton" and (
+            load_kernels().choose(device, "w4a4_residual")[0] == "decoded"
+        )
+        return "folded" if folds else "two"
+    return "folded" if word == "folded" else "two"
+
+
+def describe_kernel(kernel: Kernel, precision: str, format: str, device: torch.device, operand: str = "auto") -> str:
+    """A few words for the banner. operand: the word of [quant] residual_operand."""
     if precision == "bf16":
         return "torch matmul"
     if kernel == "reference":
         lacking = device.type == "cuda" and precision != "fp8" and not FORMATS[format].kernels
         return f"reference ({format} has no kernel: widened to bf16 values)" if lacking else "reference (plain torch)"
-    path, _ = load_kernels().choose(device, precision)
-    return "native fp4 (triton)" if path == "native_fp4" else "emulated (triton, 4-bit operands decoded to bf16)"
+    path, _ = load_kernels().choose(device, precision, "decoded" if operand == "folded" else "auto")
+    if path == "native_fp4":
+        return "native fp4 (triton)"
+    folded = precision == "w4a4_residual" and operand != "two"
+    return f"emulated (triton, 4-bit operands decoded to {'fp16, residual folded' if folded else 'bf16'})"

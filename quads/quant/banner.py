@@ -2,7 +2,7 @@
 
 import torch
 
-from quads.quant.backend import choose_kernel, describe_kernel
+from quads.quant.backend import choose_kernel, describe_kernel, operand_in_force
 from quads.quant.formats import FORMATS, is_exact
 from quads.quant.recipes import QuantSpec, precision
 from quads.quant.sites import NEVER, SITES, is_targeted
@@ -31,8 +31,11 @@ def banner(
         weights, activations, residual = precision(word, spec.format)
         rollout = _both(weights, activations, plain)
         if residual:
-            rollout += f" + residual of {spec.ratio:.4g} of the channels ({spec.selection})"
-        rows.append((names.title, _both(*learner, plain), rollout, _served(engine, kernel, device, word, spec.format)))
+            operand = operand_in_force(spec.operand, "auto" if engine == "vllm" else kernel, device, spec.format)
+            how = f"{spec.selection}, {'folded' if operand == 'folded' else 'two operands'}"
+            rollout += f" + residual of {spec.ratio:.4g} of the channels ({how})"
+        served = _served(engine, kernel, device, word, spec.format, spec.operand)
+        rows.append((names.title, _both(*learner, plain), rollout, served))
     unquantized = _both("bf16", "bf16", plain)
     rows.append((", ".join(NEVER), unquantized, unquantized, _served(engine, "reference", device, "bf16", spec.format)))
     widths = [max(len(row[column]) for row in rows) for column in range(4)]
@@ -40,9 +43,9 @@ def banner(
     return "\n".join([lines[0], "-" * max(map(len, lines)), *lines[1:], *_notes(spec)])
 
 
-def _served(engine: str, kernel: str, device: torch.device, word: str, format: str) -> str:
+def _served(engine: str, kernel: str, device: torch.device, word: str, format: str, operand: str = "auto") -> str:
     if engine == "native":
-        return describe_kernel(choose_kernel(kernel, device, word, format), word, format, device)
+        return describe_kernel(choose_kernel(kernel, device, word, format), word, format, device, operand)
     if word == "bf16" or FORMATS[format].kernels:
         return f"{engine} engine"
     return f"{engine} engine, reference path ({format} has no kernel: widened to bf16 values)"

@@ -49,6 +49,7 @@ class Format:
     )
     pack_rows: Callable[[Tensor, Tensor, str, Scales], bool] | None = None  # see `pack_rows_into`; False: not here
     unpack_rows: Callable[[Tensor, Tensor, Tensor], bool] | None = None  # see `unpack_rows_into`
+    row_scale: Callable[[Tensor], Tensor] | None = None  # fp32 x -> power-of-two g [..., 1] of its rows as activations
     note: str = ""  # for the banner: what scales activations have besides those of their blocks
     kernels: tuple[str, ...] = ()  # rollout precisions that the Triton kernels serve; others widen to bf16 values
 
@@ -99,7 +100,7 @@ FORMATS = {
         Format(
             "nvfp4", 4, nvfp4.BLOCK, (8, 1), torch.float8_e4m3fn, ("pow2", "amax"),
             device.pack_nvfp4, device.unpack_nvfp4, device.qdq_rows_nvfp4, device.global_scale_nvfp4, device.qdq_nvfp4,
-            device.pack_rows_nvfp4, device.unpack_rows_nvfp4,
+            device.pack_rows_nvfp4, device.unpack_rows_nvfp4, nvfp4.row_scale,
             "; activations have one power-of-two scale a token", ("w4a16", "w4a4", "w4a4_residual"),
         ),
         Format(
@@ -114,6 +115,7 @@ FORMATS = {
             "nvfp4_46", 4, nvfp4.BLOCK, (8, 1), torch.float8_e4m3fn,
             ("pow2+mse", "pow2+mae", "amax+mse", "amax+mae"),
             four_over_six.pack, four_over_six.unpack, four_over_six.qdq_rows, four_over_six.global_scale,
+            row_scale=four_over_six.row_scale,
             note="; activations have one power-of-two scale a token",
         ),
     )

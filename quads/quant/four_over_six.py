@@ -97,5 +97,10 @@ def _apply(values_B16: Tensor, sf_B: Tensor, g: Tensor) -> Tensor:
 def qdq_rows(x: Tensor, rule: str, dtype: torch.dtype) -> Tensor:
     """The values of x [..., K] as activations: one power-of-two scale for each row, whatever the weights have."""
     x = x.float()
-    g, gs = global_scale(nvfp4.finite_amax(x, dim=-1), "pow2")
-    return _apply(*round_blocks(x, g, gs, rule.partition("+")[2]), g)[..., : x.shape[-1]].to(dtype)
+    g = row_scale(x)
+    return _apply(*round_blocks(x, g, g.reciprocal(), rule.partition("+")[2]), g)[..., : x.shape[-1]].to(dtype)
+
+
+def row_scale(x: Tensor) -> Tensor:
+    """The power-of-two g of each row of x (fp32 [..., K]) as activations, fp32 [..., 1]."""
+    return nvfp4.pow2_scale(nvfp4.finite_amax(x, dim=-1), RANGE)

@@ -3,7 +3,7 @@
     y = sum of +- operand @ W^T        W and the operands hold exactly the values that their 4- or 8-bit codes stand for
 
 The operands of an activation are one (x, or Q_A(x)) or two (Q_A(x), and the residual that is subtracted: residual.py).
-Both multiply the same W; they are not merged before, because their difference does not fit bf16.
+Both multiply the same W. If the residual is folded, they are one again, in fp16 times a power of two.
 
 On a CPU the products accumulate in float64 and the result is rounded once to the activation dtype. Products of codes
 are exact in float64 and their sum nearly so, which makes a row's result independent of how many rows it is computed
@@ -39,16 +39,23 @@ class SiteSpec:
     global_scale: str
     format: str = "nvfp4"
     scale_rule: str = ""
+    operand: residual.OperandWord = "auto"  # here the same as "two"
 
     @classmethod
     def of(cls, spec: QuantSpec, site: str) -> "SiteSpec":
         word = spec.rollout_precision(site)
-        return cls(word, spec.ratio, spec.selection, spec.global_scale, spec.format, spec.scale_rule)
+        return cls(word, spec.ratio, spec.selection, spec.global_scale, spec.format, spec.scale_rule, spec.operand)
 
     @property
     def formats(self) -> Precision:
         """(weights, activations, residual or not)."""
         return precision(self.precision, self.format)
+
+    @property
+    def path(self) -> str:
+        """What the Triton kernels are asked for: only operands that are decoded can be folded. The two matmuls of an
+        expert layer take the same path, so this does not ask whether the site has a residual."""
+        return "decoded" if self.operand == "folded" else "auto"
 
     def rule(self, name: str) -> str:
         """The scale rule of one of its formats."""
@@ -65,11 +72,14 @@ def allocate(shape: torch.Size, site: SiteSpec, dtype: torch.dtype, device: torc
 
 def quantize_activation(x_TK: Tensor, site: SiteSpec, live_T: Tensor | None = None) -> tuple[Tensor, ...]:
     """The operands (x,) or (main, residual), each [T, K] in the dtype of x, which holds their values exactly if bf16 or
-    wider. live_T: see `residual.compensate`."""
+    wider; or a folded one, in fp32 or wider. live_T: see `residual.compensate`."""
     _, name, with_residual = site.formats
     if name == "bf16":
         return (x_TK,)
     rule = site.rule(name)
+    if with_residual and site.operand == "folded":
+        operand_TK, scale_T1 = residual.compensate_folded(x_TK, site.ratio, site.selection, live_T, name, rule)
+        return ((operand_TK.float() * scale_T1).to(torch.promote_types(x_TK.dtype, torch.float32)),)
     if with_residual:
         main_TK, residual_TK = residual.compensate(x_TK, site.ratio, site.selection, live_T, name, rule)
         return main_TK.to(x_TK.dtype), residual_TK.to(x_TK.dtype)
@@ -87,7 +97,7 @@ def product_dtype(site: SiteSpec, dtype: torch.dtype, device: torch.device) -> t
     On a GPU bf16 if it holds them exactly: the values of all codes, unless scales are those of "amax". The product is
     the same (fp32 sums, rounded once to bf16), on tensor cores, and torch groups experts in bf16 without a word to the
     host, so that a CUDA graph can hold it. The residual needs fp32: its two products are subtracted before they are
-    rounded.
+    rounded, and folded it has 11 bits.
     """
     exact = all(is_exact(site.rule(name)) for name in site.formats[:2] if name != "bf16")
     if device.type == "cuda" and dtype == torch.bfloat16 and exact and not site.formats.residual:
@@ -101,14 +111,14 @@ def widen(weight: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     return weight.dequantize(wide) if isinstance(weight, QuantizedTensor) else weight.to(wide)
 
 
-def linear(operands: tuple[Tensor, ...], wide_NK: Tensor) -> Tensor:
-    """First operand minus the second, each times W^T: [T, N] in the dtype of the operands."""
+def linear(operands: tuple[Tensor, ...], wide_NK: Tensor, dtype: torch.dtype) -> Tensor:
+    """First operand minus the second, each times W^T: [T, N] in `dtype`."""
     first, *rest = (F.linear(operand.to(wide_NK.dtype), wide_NK) for operand in operands)
-    return (first - rest[0] if rest else first).to(operands[0].dtype)
+    return (first - rest[0] if rest else first).to(dtype)
 
 
-def grouped_linear(operands: tuple[Tensor, ...], wide_ENK: Tensor, offsets_E: Tensor) -> Tensor:
+def grouped_linear(operands: tuple[Tensor, ...], wide_ENK: Tensor, offsets_E: Tensor, dtype: torch.dtype) -> Tensor:
     """The same for rows sorted by expert; offsets_E int32 [E] are the ends of the experts' rows."""
     mode = matmul_mode(operands[0].to(wide_ENK.dtype), wide_ENK)
     first, *rest = (expert_matmul(operand.to(wide_ENK.dtype), wide_ENK, offsets_E, mode) for operand in operands)
-    return (first - rest[0] if rest else first).to(operands[0].dtype)
+    return (first - rest[0] if rest else first).to(dtype)

@@ -215,14 +215,15 @@ def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     Returns packed uint8 [..., 8 B], block scales float8_e4m3fn [..., B], g fp32 [..., 1].
     """
     x = x.float()
-    return quantize(x, *_row_scale(x))
+    return quantize(x, row_scale(x))
 
 
 def qdq_rows(x: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     """Q_A(x), dequantized: [..., K] of `dtype`."""
     x = x.float()
-    return qdq(x, *_row_scale(x), dtype=dtype)
+    return qdq(x, row_scale(x), dtype=dtype)
 
 
-def _row_scale(x: Tensor) -> tuple[Tensor]:
-    return (global_scale(finite_amax(x, dim=-1), "pow2")[0],)
+def row_scale(x: Tensor) -> Tensor:
+    """The power-of-two g of each row of x (fp32 [..., K]) as activations, fp32 [..., 1]."""
+    return global_scale(finite_amax(x, dim=-1), "pow2")[0]

@@ -18,7 +18,7 @@ from typing import Literal, NamedTuple
 from quads.config.sections import QuantSettings
 from quads.errors import UserError
 from quads.quant.formats import FORMATS, FOUR_BITS, find_rule
-from quads.quant.residual import SELECTIONS, Selection
+from quads.quant.residual import OPERANDS, SELECTIONS, OperandWord, Selection
 from quads.quant.sites import SITES, TARGETS, is_targeted
 
 AllGather = Literal["auto", "bf16", "packed"]
@@ -80,6 +80,7 @@ class QuantSpec:
     global_scale: str = "pow2"
     format: str = "nvfp4"
     scale_rule: str = ""
+    operand: OperandWord = "auto"
 
     def gathers(self, asked: AllGather) -> Literal["bf16", "packed"]:
         """What FSDP gathers if [quant] all_gather = `asked`, given equal shards (see packed.py)."""
@@ -127,6 +128,7 @@ def resolve(quant: QuantSettings) -> QuantSpec:
         global_scale=quant.global_scale,
         format=format,
         scale_rule=scale_rule,
+        operand=quant.residual_operand,
     )
     _check("format", (spec.format,), FOUR_BITS)
     _check("learner_weights", (spec.learner_weights,), ("bf16", *FORMATS))
@@ -135,10 +137,15 @@ def resolve(quant: QuantSettings) -> QuantSpec:
     _check("targets", spec.targets, TARGETS)
     _check("residual_sites", spec.residual_sites, tuple(SITES))
     _check("residual_selection", (spec.selection,), SELECTIONS)
+    _check("residual_operand", (spec.operand,), OPERANDS)
     _check("global_scale", (spec.global_scale,), ("pow2", "amax"))
     find_rule(spec.format, spec.global_scale, spec.scale_rule)
     if not 0 <= spec.ratio <= 1:
         raise UserError(f"[quant] residual_ratio = {spec.ratio} is outside [0, 1]; it is a fraction of the channels")
+    if spec.operand == "folded" and spec.rollout == "w4a4_residual" and FORMATS[spec.format].row_scale is None:
+        raise UserError(
+            f'[quant] residual_operand = "folded" needs a scale of each row, which {spec.format} has not; use "two"'
+        )
     if spec.selection == "2:4" and spec.ratio != 0.5:
         raise UserError(
             f'[quant] residual_selection = "2:4" keeps half of the channels; residual_ratio = {spec.ratio} must be 0.5'

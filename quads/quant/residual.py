@@ -5,8 +5,13 @@
     S  = the channels kept                by score, the lower index first on a tie
     X~ = Q_A(X) - M_S * Q_A(R)            M_S masks the channels outside S; Q_A(R) is taken over the whole row
 
-The two terms stay two 4-bit operands that multiply the same weight tile: y = Q_A(X) W^T - (M_S Q_A(R)) W^T. Their
-difference needs more bits than bf16 has, so adding them up first would round away part of what the second pass brings.
+Tensor cores for FP4 take the two terms as two operands of the same weight tile: y = Q_A(X) W^T - (M_S Q_A(R)) W^T.
+Elsewhere 4-bit numbers are decoded before they are multiplied, and one operand of 16 bits does for both (`fold`):
+
+    X~ = g * 2**-3 * fp16(fl32(Q_A(X) - M_S * Q_A(R)) * 2**3 / g)      g: the power-of-two scale of the row in Q_A(X)
+
+In fp16 nearly all differences are exact (docs/numerics.md), in bf16 four of five. [quant] residual_operand says which
+is meant, two operands or one: they are two definitions, not two ways to one number.
 
 `selection` says who shares S:
     "batch"   the paper: one S of floor(ratio * K) channels for all rows of one call
@@ -33,8 +38,12 @@ from torch import Tensor
 from quads.quant import nvfp4
 from quads.quant.formats import FORMATS
 
+OperandWord = Literal["auto", "folded", "two"]
 Selection = Literal["batch", "block", "token", "2:4", "all"]
 SELECTIONS = ("batch", "block", "token", "2:4", "all")
+OPERANDS = ("auto", "folded", "two")
+FOLD_SHIFT = 8.0
+"""2688 times this fits fp16, and fp16's smallest step then is 2**-27 g."""
 
 
 class PackedPair(NamedTuple):
@@ -109,6 +118,33 @@ def both_terms(
     residual_TK = main_TK - x_TK
     mask = select_channels(channel_scores(residual_TK, selection, live_T), ratio, selection, row.block)
     return main_TK, row.qdq_rows(residual_TK, rule, torch.float32), mask
+
+
+def fold(main_TK: Tensor, residual_TK: Tensor, g_T1: Tensor) -> tuple[Tensor, Tensor]:
+    """(operand fp16 [T, K], scale fp32 [T, 1]) with X~ = operand * scale: what a kernel without FP4 multiplies.
+
+    main, residual: fp32, as `compensate` gives them. g: fp32, the power-of-two scale of each row in main. The scale is
+    taken off first, so that nothing overflows: both factors are powers of two, and the rounding to fp16 (to nearest
+    even) is the only one after the subtraction.
+    """
+    operand_TK = ((main_TK - residual_TK) * g_T1.reciprocal() * FOLD_SHIFT).half()
+    return operand_TK, g_T1 * (1 / FOLD_SHIFT)
+
+
+def compensate_folded(
+    x_TK: Tensor,
+    ratio: float,
+    selection: Selection,
+    live_T: Tensor | None = None,
+    format: str = "nvfp4",
+    rule: str = "",
+) -> tuple[Tensor, Tensor]:
+    """`fold` of the two terms of `compensate`, with its arguments. ValueError for a format without a scale of rows."""
+    row_scale = FORMATS[format].row_scale
+    if row_scale is None:
+        raise ValueError(f"{format} has no scale of rows, which a folded operand is measured by")
+    main_TK, residual_TK = compensate(x_TK, ratio, selection, live_T, format, rule)
+    return fold(main_TK, residual_TK, row_scale(x_TK.float()))
 
 
 def compensate_packed(x_TK: Tensor, ratio: float, selection: Selection, live_T: Tensor | None = None) -> PackedPair:

@@ -80,7 +80,7 @@ class RolloutLinear(RolloutWeights, Linear):
         self.store("weight", source.weight, self.site_spec)
 
     def forward(self, x_TK: Tensor, live_T: Tensor | None = None) -> Tensor:
-        return linear(quantize_activation(x_TK, self.site_spec, live_T), self.wide("weight"))
+        return linear(quantize_activation(x_TK, self.site_spec, live_T), self.wide("weight"), x_TK.dtype)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, {self.site_spec.precision}"
@@ -104,11 +104,12 @@ class RolloutExperts(RolloutWeights, Experts):
         # The operands of a token travel side by side, so that there is one dispatch.
         rows_R, grouping = self.dispatcher.dispatch(torch.cat(operands, dim=-1), ids_TA, self.num_experts)
         live_R = self.dispatcher.live_rows(live_T, grouping, ids_TA.shape[1])
-        gate_up_R2I = grouped_linear(rows_R.chunk(len(operands), dim=-1), self.wide("gate_up_proj"), grouping.offsets_E)
+        rows = rows_R.chunk(len(operands), dim=-1)
+        gate_up_R2I = grouped_linear(rows, self.wide("gate_up_proj"), grouping.offsets_E, x_TH.dtype)
         gate_RI, up_RI = gate_up_R2I.chunk(2, dim=-1)
         h_RI = F.silu(gate_RI) * up_RI
         operands = quantize_activation(h_RI, self.w2_spec, live_R)
-        y_RH = grouped_linear(operands, self.wide("down_proj"), grouping.offsets_E)
+        y_RH = grouped_linear(operands, self.wide("down_proj"), grouping.offsets_E, x_TH.dtype)
         return self.dispatcher.combine(y_RH, gates_TA, grouping)
 
     def extra_repr(self) -> str:

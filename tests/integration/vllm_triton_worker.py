@@ -18,17 +18,19 @@ TOLERANCE = 2.0**-6
 MASK = torch.arange(16) < LIVE
 
 
-def pair(precision: str, shape: tuple[int, ...], parts: dict[str, Part]) -> tuple[TritonSite, ReferenceSite]:
-    spec = SiteSpec(precision, 0.5, "batch", "pow2")
+def pair(
+    precision: str, shape: tuple[int, ...], parts: dict[str, Part], operand: str = "two"
+) -> tuple[TritonSite, ReferenceSite]:
+    spec = SiteSpec(precision, 0.5, "batch", "pow2", operand=operand)  # type: ignore[arg-type]
     sites = (cls("site", spec, shape, parts, torch.bfloat16) for cls in (TritonSite, ReferenceSite))
     return tuple(sites)  # type: ignore[return-value]
 
 
-def check_linear(precision: str, generator: torch.Generator) -> None:
+def check_linear(precision: str, operand: str, generator: torch.Generator) -> None:
     """q, k, v under each other; the second load goes to the same addresses."""
     rows = {"q": 48, "k": 32, "v": 32}
     parts = {member: Part(0, 0, n, HIDDEN) for member, n in rows.items()}
-    triton, reference = pair(precision, (112, HIDDEN), parts)
+    triton, reference = pair(precision, (112, HIDDEN), parts, operand)
     addresses = {name: p.data_ptr() for name, p in triton.parameters().items()}
     for _ in range(2):
         for member, n in rows.items():
@@ -43,7 +45,7 @@ def check_linear(precision: str, generator: torch.Generator) -> None:
     meta = torch.ops.vllm.quads_linear(
         torch.empty(7, HIDDEN, dtype=torch.bfloat16, device="meta"),
         *(p.to("meta") for p in triton.parameters().values()),
-        MASK.to("meta"), 112, HIDDEN, "decoded", precision, 0.5, "batch",
+        MASK.to("meta"), 112, HIDDEN, "decoded", precision, 0.5, "batch", operand == "folded",
     )  # fmt: skip
     assert (meta.shape, meta.dtype) == ((7, 112), torch.bfloat16)
 
@@ -64,7 +66,7 @@ class Layer(torch.nn.Module):
 
 def check_trace(generator: torch.Generator) -> None:
     """Dynamo takes the layer whole, with a symbolic number of tokens, and the graph sees a later load."""
-    site, _ = pair("w4a4_residual", (48, HIDDEN), {"whole": Part(0, 0, 48, HIDDEN)})
+    site, _ = pair("w4a4_residual", (48, HIDDEN), {"whole": Part(0, 0, 48, HIDDEN)}, "auto")
     layer = Layer(site)
     compiled = torch.compile(layer, backend="eager", fullgraph=True, dynamic=True)
     for tokens in (3, 5, 6):
@@ -74,14 +76,15 @@ def check_trace(generator: torch.Generator) -> None:
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
 
 
-def check_experts(precision: str, generator: torch.Generator) -> None:
+def check_experts(precision: str, operand: str, generator: torch.Generator) -> None:
     """Experts that arrive one by one, gates and ups apart, against all of them in one packed tensor."""
     gate = Part(0, 0, WIDTH, HIDDEN)
-    w13 = pair(precision, (EXPERTS, 2 * WIDTH, HIDDEN), {"w1": gate, "w3": gate})
+    w13 = pair(precision, (EXPERTS, 2 * WIDTH, HIDDEN), {"w1": gate, "w3": gate}, operand)
     w2 = pair(
         "w4a4" if precision == "w4a4_residual" else precision,
         (EXPERTS, HIDDEN, WIDTH),
         {"w2": Part(0, 0, HIDDEN, WIDTH)},
+        operand,
     )
     both, down = (
         torch.randn(EXPERTS, 2 * WIDTH, HIDDEN, generator=generator),
@@ -103,15 +106,17 @@ def check_experts(precision: str, generator: torch.Generator) -> None:
     y, expected = (w13[i].experts(w2[i], x, ids, gates, MASK) for i in range(2))
     assert_close(y[:LIVE], expected[:LIVE], atol=4 * TOLERANCE * float(expected.abs().max()))
     assert not y[LIVE:].any()  # padding reads no weights
-    ahead = kernels.quantize_ahead(x, w13[0].weight, precision, ratio=0.5, selection="batch", live_T=MASK[:TOKENS])  # type: ignore[arg-type]
+    how = {"ratio": 0.5, "selection": "batch", "fold": operand == "folded", "live_T": MASK[:TOKENS]}
+    ahead = kernels.quantize_ahead(x, w13[0].weight, precision, **how)  # type: ignore[arg-type]
     w13[0]._join = lambda x: ahead  # type: ignore[method-assign]
     assert_bitwise(w13[0].experts(w2[0], x, ids, gates, MASK), y)
 
 
 if __name__ == "__main__":
-    for precision in ("w4a16", "w4a4", "w4a4_residual"):
+    kinds = (("w4a16", "two"), ("w4a4", "two"), ("w4a4_residual", "two"), ("w4a4_residual", "folded"))
+    for precision, operand in kinds:
         generator = torch.Generator().manual_seed(0)
-        check_linear(precision, generator)
-        check_experts(precision, generator)
+        check_linear(precision, operand, generator)
+        check_experts(precision, operand, generator)
     check_trace(torch.Generator().manual_seed(0))
     print("sites agree")

@@ -95,6 +95,15 @@ def check_activation_quantizer(
         assert same_bits(values[:rows] + 0.0, want_values[0] + 0.0)
         assert same_bits(values[rows:] + 0.0, want_values[1] + 0.0)
 
+    want_folded, want_scale = residual.compensate_folded(x, ratio, selection, live)
+    for stored in (False, True):
+        given = F.pad(x, pad)[:, order].contiguous() if stored else x
+        how = Compensation(ratio, selection, fold=True)
+        operand, _ = quantize_activations(given.to(device), k, how, live.to(device).view(torch.uint8), stored=stored)
+        assert operand.data.dtype == torch.float16 and not operand.residual
+        assert same_bits(operand.data + 0.0, F.pad(want_folded, pad)[:, order] + 0.0)
+        assert same_bits(operand.scale, want_scale.flatten())
+
 
 def packed_weight(shape: tuple[int, ...]) -> tuple[Tensor, Tensor, Tensor]:
     """A random NVFP4 weight with one global scale a matrix; includes zero and subnormal block scales."""
@@ -167,13 +176,21 @@ def check_quantize_parts_in_place(device: str) -> None:
 
 
 def operands(
-    x: Tensor, precision: str, ratio: float, selection: residual.Selection, live: Tensor | None
+    x: Tensor,
+    precision: str,
+    ratio: float,
+    selection: residual.Selection,
+    live: Tensor | None,
+    fold: bool = False,
 ) -> list[Tensor]:
-    """[main] or [main, residual] in float64."""
+    """[main], [main, residual] or [folded] in float64."""
     if precision == "w4a16":
         return [x.double()]
     if precision == "w4a4":
         return [nvfp4.qdq_rows(x).double()]
+    if fold:
+        operand, scale = residual.compensate_folded(x, ratio, selection, live)
+        return [operand.double() * scale.double()]
     return [part.double() for part in residual.compensate(x, ratio, selection, live)]
 
 
@@ -200,32 +217,65 @@ def assert_close(got: Tensor, want: Tensor, bound: Tensor) -> None:
 
 
 def check_linear(
-    rows: int, n: int, k: int, precision: str, selection: residual.Selection, device: str, path: str = "decoded"
+    rows: int,
+    n: int,
+    k: int,
+    precision: str,
+    selection: residual.Selection,
+    device: str,
+    path: str = "decoded",
+    fold: bool = False,
 ) -> None:
     packed, block_scale, g = packed_weight((n, k))
     x = torch.randn(rows, k).bfloat16()
     live = torch.rand(rows) < 0.8
     weight = kernels.KernelWeight.from_packed(packed.to(device), block_scale.to(device), g.to(device), path=path)
-    got = kernels.linear(x.to(device), weight, precision, ratio=0.5, selection=selection, live_T=live.to(device))
-    main = operands(x, precision, 0.5, selection, live)
+    got = kernels.linear(
+        x.to(device), weight, precision, ratio=0.5, selection=selection, fold=fold, live_T=live.to(device)
+    )
+    main = operands(x, precision, 0.5, selection, live, fold)
     w = nvfp4.dequantize(packed, block_scale, g).double()
     assert_close(got, product(main, w), tolerance(main, w))
 
 
+def check_every_code_and_scale(device: str, fold: bool) -> None:
+    """The decoders of the GEMM: rows of the identity times 6 give 6 w, exactly, for each code under each scale byte at
+    many places of a word; the NaN scale gives NaN. fold: the decoder to fp16, else to bfloat16."""
+    byte = torch.arange(128, dtype=torch.uint8)
+    codes = (torch.arange(128)[:, None] * 3 + torch.arange(128) + torch.arange(128) // 16).to(torch.uint8) % 16
+    codes[byte == 0] = 0  # scale 0 goes with code 0
+    scale = byte[:, None].expand(128, 8).contiguous().view(torch.float8_e4m3fn)
+    weight = nvfp4.pack_codes(codes), scale, torch.ones(())
+    kernel_weight = kernels.KernelWeight.from_packed(*(part.to(device) for part in weight))
+    x = 6 * torch.eye(128, dtype=torch.bfloat16, device=device)
+    precision = "w4a4_residual" if fold else "w4a4"
+    got = kernels.linear(x, kernel_weight, precision, selection="all", fold=fold)
+    want = 6 * nvfp4.dequantize(*weight).T
+    assert same_bits(got + 0.0, want + 0.0) and bool(want[:, 127].isnan().all())
+
+
 def reference_moe(
-    x: Tensor, w13: Tensor, w2: Tensor, ids: Tensor, gates: Tensor, precision: str, sites: tuple[str, ...], live: Tensor
+    x: Tensor,
+    w13: Tensor,
+    w2: Tensor,
+    ids: Tensor,
+    gates: Tensor,
+    precision: str,
+    sites: tuple[str, ...],
+    live: Tensor,
+    fold: bool,
 ) -> tuple[Tensor, Tensor]:
     """Plain loop over tokens and choices, with the roundings of bf16 tensors; (y, sum over a token's experts of
     |gate| * max |y_e|) float64. Selection "token", so that every row stands alone."""
     at = {site: "w4a4" if precision == "w4a4_residual" and site not in sites else precision for site in ("w13", "w2")}
-    main = operands(x, at["w13"], 0.5, "token", None)
+    main = operands(x, at["w13"], 0.5, "token", None, fold)
     out = torch.zeros(x.shape[0], w2.shape[1], dtype=torch.float64)
     size = torch.zeros(x.shape[0], dtype=torch.float64)
     for t in range(x.shape[0]):
         for a in range(ids.shape[1] if live[t] else 0):
             e = int(ids[t, a])
             gate, up = product([part[t : t + 1] for part in main], w13[e].double()).bfloat16().chunk(2, dim=-1)
-            h = operands(F.silu(gate) * up, at["w2"], 0.5, "token", None)
+            h = operands(F.silu(gate) * up, at["w2"], 0.5, "token", None, fold)
             y = product(h, w2[e].double()).bfloat16()
             out[t] += (y[0] * gates[t, a]).double()
             size[t] += float(gates[t, a].abs()) * float(y.abs().max())
@@ -244,6 +294,7 @@ def check_moe(
     one_expert: bool = False,
     sites: tuple[str, ...] = ("w13", "w2"),
     tolerance: float = 0.02,
+    fold: bool = False,
 ) -> None:
     """Expert layer against the plain loop.
 
@@ -269,9 +320,11 @@ def check_moe(
         precision,
         residual_sites=sites,
         selection="token",
+        fold=fold,
         live_T=live.to(device),
     )
-    want, size = reference_moe(x, nvfp4.dequantize(*w13), nvfp4.dequantize(*w2), ids, gates, precision, sites, live)
+    full = nvfp4.dequantize(*w13), nvfp4.dequantize(*w2)
+    want, size = reference_moe(x, *full, ids, gates, precision, sites, live, fold)
     error = (got.cpu().double() - want).abs().amax(-1)
     assert bool((error <= tolerance * size).all()), (error / size.clamp(min=1e-30)).max()
     assert bool((got.cpu()[~live] == 0).all())

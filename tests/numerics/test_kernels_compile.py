@@ -22,6 +22,7 @@ from quads.quant.triton.fp8 import fp8_quantize_kernel  # noqa: E402
 from quads.quant.triton.gemm import w4_gemm_kernel  # noqa: E402
 from quads.quant.triton.gemm_fp4 import native_gemm_kernel  # noqa: E402
 from quads.quant.triton.pack import pack_kernel, weight_kernel  # noqa: E402
+from quads.quant.triton.selected import fold_kernel  # noqa: E402
 from quads.quant.triton.tune import load  # noqa: E402
 from quads.quant.triton.weight import quantize_repack_kernel  # noqa: E402
 from quads.rollout.vllm.sampler import chunk_kernel, draw_kernel, rank_kernel  # noqa: E402
@@ -49,17 +50,17 @@ def ptx(kernel, pointers, constants, capability, **options) -> str:
     return compile_kernel(kernel, pointers, constants, capability, {*pointers, *ALIGNED}, **options).asm["ptx"]
 
 
-def compile_gemm(mode, bm, bn, kstep, warps, residual=False):
-    pointers = {"x_ptr": "*bf16", "x_scale_ptr": "*fp32", "w_ptr": "*i16", "s_ptr": "*i16", "g_ptr": "*fp32"}
+def compile_gemm(mode, bm, bn, kstep, warps, residual=False, operand="bf16", capability=90):
+    pointers = {"x_ptr": f"*{operand}", "x_scale_ptr": "*fp32", "w_ptr": "*i16", "s_ptr": "*i16", "g_ptr": "*fp32"}
     pointers |= {"rows_ptr": "*i32", "expert_ptr": "*i32", "out_ptr": "*bf16"}
     constants = {"TOP_K": 8, "BM": bm, "BN": bn, "KSTEP": kstep, "MODE": mode, "SCALED": True, "RESIDUAL": residual}
     constants |= {"SPLIT": 1, "ASM": True}
     known = {*pointers, *ALIGNED}
-    return compile_kernel(w4_gemm_kernel, pointers, constants, 90, known, num_warps=warps, num_stages=3).asm
+    return compile_kernel(w4_gemm_kernel, pointers, constants, capability, known, num_warps=warps, num_stages=3).asm
 
 
-def gemm_ptx(*shape) -> str:
-    return compile_gemm(*shape)["ptx"]
+def gemm_ptx(*shape, **options) -> str:
+    return compile_gemm(*shape, **options)["ptx"]
 
 
 def stored_shapes() -> list[tuple]:
@@ -80,17 +81,18 @@ def stored_shapes() -> list[tuple]:
 def scale_layouts(ttgir: str) -> list[str]:
     """Register part of the layouts in which pairs of scale bytes are decoded."""
     layouts = dict(re.findall(r"^(#\w+) = (#ttg\.\w+<\{.*?\}>)$", ttgir, re.M))
-    return [layouts[each] for each in re.findall(r"0x4140.*?-> tensor<\d+x\d+xbf16, (#\w+)>", ttgir)]
+    return [layouts[each] for each in re.findall(r"0x4140.*?-> tensor<\d+x\d+xb?f16, (#\w+)>", ttgir)]
 
 
 @pytest.mark.parametrize(("bm", "bn", "kstep", "warps", "residual"), stored_shapes())
 def test_the_two_scales_of_a_pair_are_neighbours_in_a_thread(bm, bn, kstep, warps, residual):
     """The inline PTX that decodes a pair of scale bytes writes both into one register. Nor may a thread hold any word
     twice: with loads of single bytes, or a join, Triton takes the weights for 8-bit ones and does that."""
-    text = compile_gemm("dense", bm, bn, kstep, warps, residual)["ttgir"]
-    layouts = scale_layouts(text)
-    assert layouts and all(layout.startswith("#ttg.linear<{register = [[0, 1], ") for layout in layouts)
-    assert "kWidth = 4" not in text
+    for operand in ("bf16",) if residual else ("bf16", "fp16"):
+        text = compile_gemm("dense", bm, bn, kstep, warps, residual, operand)["ttgir"]
+        layouts = scale_layouts(text)
+        assert layouts and all(layout.startswith("#ttg.linear<{register = [[0, 1], ") for layout in layouts)
+        assert "kWidth = 4" not in text
 
 
 def test_an_expanded_weight_does_not_count_on_that_layout():
@@ -107,6 +109,18 @@ def test_gemm_uses_wgmma_on_hopper(mode, residual):
     assert "wgmma.mma_async.sync.aligned.m64" in text
     assert "fma.rn.bf16x2" in text  # codes times scales, two at a time
     assert "griddepcontrol.wait" in text
+
+
+@pytest.mark.parametrize("capability", [90, 100])
+def test_a_folded_residual_is_multiplied_in_fp16(capability):
+    """Weights are decoded to fp16 and multiplied by tensor cores with fp32 sums; nothing goes by bfloat16."""
+    wide = gemm_ptx("gather", 32, 128, 1, 4, operand="fp16", capability=capability)
+    small = gemm_ptx("scatter", 8, 64, 1, 2, operand="fp16", capability=capability)
+    for text in (wide, small):
+        assert "mul.rn.f16x2" in text and "fma.rn.bf16x2" not in text
+    assert "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32" in small
+    if capability == 90:
+        assert re.search(r"wgmma\.mma_async\.sync\.aligned\.m64n32k16\.f32\.f16\.f16", wide)
 
 
 def test_every_wgmma_is_waited_for_inside_the_loop():
@@ -142,10 +156,15 @@ def test_quantizers_divide_exactly_and_do_not_fuse(capability):
     pointers |= {"residual_ptr": "*u8", "residual_byte_ptr": "*u8", "slots_ptr": "*i32"}
     pointers |= {"partial_ptr": "*fp64", "live_ptr": "*u8", "ids_ptr": "*i64", "map_ptr": "*i32"}
     pointers |= {"expert_ptr": "*i32"}
-    constants = {"KP": 128, "EVEN": True, "STORED": False, "CODES": True, "WHOLE": True, "FOLD": False}
+    constants = {"KP": 128, "EVEN": True, "STORED": False, "CODES": True, "WHOLE": True}
     constants |= {"RESIDUAL": "mask", "INDEX_BITS": 7, "HAS_LIVE": False, "HAS_SLOTS": False}
     constants |= {"PLAIN": False, "TOP_K": 1, "E": 0, "BINS": 1, "CHUNK": 1, "BM": 1, "ASM": True}
+    constants |= {"BESIDE": False, "FOLD": False}
     rows = ptx(rows_kernel, pointers, constants, capability, num_warps=1, enable_fp_fusion=False)
+    pointers |= {"main_ptr": "*fp16"}
+    constants |= {"CODES": False, "WHOLE": False, "FOLD": True, "RESIDUAL": "all"}
+    folded = ptx(rows_kernel, pointers, constants, capability, num_warps=1, enable_fp_fusion=False)
+    assert "cvt.rn.f16" in folded
     pointers = {"x_ptr": "*bf16", "g_ptr": "*fp32", "gs_ptr": "*fp32", "packed_ptr": "*u8", "byte_ptr": "*u8"}
     constants = {"NB": 16, "PACK": True, "VALUE": False, "CAST": False, "ROW": 0, "ASM": True}
     weights = ptx(
@@ -164,12 +183,23 @@ def test_quantizers_divide_exactly_and_do_not_fuse(capability):
         for kernel in (pack_kernel, row_codes_kernel, quantize_repack_kernel)
     ]
     assert all("max.u16x2" in text for text in by_block)
-    for text in (rows, weights, *by_block):
+    for text in (rows, folded, weights, *by_block):
         assert "div.rn.f32" in text
         assert "div.full" not in text and "div.approx" not in text and "rcp.approx" not in text
     # x = code * scale * g, then minus x: a subtraction of its own for each of a thread's 4 elements (two at a time on
     # sm_100), never a fused one
     assert len(re.findall(r"\bsub(?:\.rn)?\.f32", rows)) >= 2
+    # and main minus residual as well, of products that are exact
+    assert len(re.findall(r"\bsub(?:\.rn)?\.f32", folded)) >= 4
+
+
+@pytest.mark.parametrize("capability", [90, 100])
+def test_operands_folded_after_the_choice_compile(capability):
+    pointers = {"score_ptr": "*fp64", "data_ptr": "*bf16", "scale_ptr": "*fp32", "out_ptr": "*fp16"}
+    constants = {"UNITS": 2048, "COLUMNS": 8, "CHUNK": 512, "GROUP": 1, "BT": 64, "ASM": True}
+    pointers |= {"out_scale_ptr": "*fp32"}
+    text = ptx(fold_kernel, pointers, constants, capability, num_warps=4, enable_fp_fusion=False)
+    assert "cvt.rn.f16" in text and ".local" not in text and "fma.rn.f32 " not in text
 
 
 def test_loss_and_fp8_kernels_compile_for_hopper():

@@ -92,6 +92,8 @@ if INTERPRETED:
             (3, 24, 160, "all"),
         ):
             check.check_linear(rows, n, k, precision, selection, "cpu", path)
+            if precision == "w4a4_residual" and path == "decoded":
+                check.check_linear(rows, n, k, precision, selection, "cpu", fold=True)
 
     @pytest.mark.parametrize(
         "row", [ShapeClass(1e9, 16, {"dense": Tile(32, 1, 1, 4, 3)}), ShapeClass(1e9, 16, {}, True)]
@@ -99,6 +101,7 @@ if INTERPRETED:
     def test_linear_with_shared_k_and_with_an_expanded_weight(row, monkeypatch):
         monkeypatch.setattr(kernels, "shape_class", lambda *arguments: row)
         check.check_linear(5, 40, 272, "w4a4_residual", "token", "cpu")
+        check.check_linear(5, 40, 272, "w4a4_residual", "token", "cpu", fold=True)
         check.check_linear(2, 130, 272, "w4a16", "token", "cpu")
 
     @pytest.mark.parametrize(
@@ -107,6 +110,19 @@ if INTERPRETED:
     )
     def test_experts(precision, path):
         check.check_moe(7, 4, 2, 48, 16, precision, "cpu", path)
+
+    @pytest.mark.parametrize("fold", [False, True])
+    def test_every_code_and_scale(fold):
+        check.check_every_code_and_scale("cpu", fold)
+
+    def test_experts_with_a_folded_residual():
+        check.check_moe(7, 4, 2, 48, 16, "w4a4_residual", "cpu", fold=True)
+        check.check_moe(3, 4, 2, 144, 48, "w4a4_residual", "cpu", sites=("w13",), fold=True)
+
+    def test_four_bit_operands_are_not_folded():
+        weight = kernels.KernelWeight.from_packed(*check.packed_weight((40, 48)), path="native_fp4")
+        with pytest.raises(ValueError, match="only decoded ones can be folded"):
+            kernels.linear(torch.randn(5, 48).bfloat16(), weight, "w4a4_residual", fold=True)
 
     def test_a_ratio_that_keeps_no_channel_costs_no_second_operand(monkeypatch):
         x = torch.randn(5, 48).bfloat16()

@@ -54,6 +54,23 @@ def test_residual_table(kind):
             assert relative(main - res, x) == pytest.approx(float(stated), abs=1e-4)
 
 
+@pytest.mark.parametrize("kind", ["Gaussian", "outliers"])
+def test_how_far_a_folded_operand_is_from_two(kind):
+    x = activations()[kind]
+    cells = re.findall(r"([\d.]+), ([\d.e-]+), ([\d.e-]+)", re.findall(rf"^\| {kind} \|.*$", PAGE, re.MULTILINE)[0])
+    assert len(cells) == 3
+    for selection, (share, largest, norm) in zip(("batch", "token", "all"), cells, strict=True):
+        main, res = residual.compensate(x, 0.5, selection)
+        two = main.double() - res.double()
+        operand, scale = residual.compensate_folded(x, 0.5, selection)
+        folded = operand.double() * scale.double()
+        differ = folded != two
+        assert 1 - float(differ.double().mean()) == pytest.approx(float(share), abs=6e-5)
+        assert f"{float(torch.where(differ, (folded - two).abs() / two.abs(), 0).max()):.1e}" == f"{float(largest):.1e}"
+        assert f"{relative(folded, two):.1e}" == f"{float(norm):.1e}"
+        assert bool(((folded - two).abs() <= 2.0**-11 * two.abs()).all())
+
+
 def test_the_two_operands_do_not_fit_one_bf16():
     main, res = residual.compensate(activations()["Gaussian"], 1.0, "token")
     merged = main - res

@@ -39,10 +39,14 @@ def rollout(source: nn.Module, spec: QuantSpec, kernel: str) -> nn.Module:
 
 
 if INTERPRETED:
+    from quads.quant.triton import ops
 
-    @pytest.mark.parametrize("precision", ["w4a16", "w4a4", "w4a4_residual"])
-    def test_layers_agree_with_the_reference(precision):
-        spec = QuantSpec("bf16", "bf16", precision, residual_sites=("w13", "o"))
+    @pytest.mark.parametrize(
+        ("precision", "operand"),
+        [("w4a16", "auto"), ("w4a4", "auto"), ("w4a4_residual", "two"), ("w4a4_residual", "folded")],
+    )
+    def test_layers_agree_with_the_reference(precision, operand):
+        spec = QuantSpec("bf16", "bf16", precision, residual_sites=("w13", "o"), operand=operand)
         source = layers()
         reference, triton = rollout(source, spec, "reference"), rollout(source, spec, "triton")
         generator = torch.Generator().manual_seed(2)
@@ -58,6 +62,18 @@ if INTERPRETED:
         ):
             error = (got[:4].float() - want[:4].float()).abs().max()
             assert error <= 2**-7 * want[:4].float().abs().max()
+
+    @pytest.mark.parametrize(("operand", "dtype"), [("auto", "fp16"), ("folded", "fp16"), ("two", "bf16")])
+    def test_the_word_of_the_operand_reaches_the_kernels(operand, dtype, monkeypatch):
+        """auto is folded here: the interpreter takes the path that decodes."""
+        spec = QuantSpec("bf16", "bf16", "w4a4_residual", residual_sites=("w13", "w2", "o"), operand=operand)
+        model, seen = rollout(layers(), spec, "triton"), []
+        real = ops._gemm
+        monkeypatch.setattr(ops, "_gemm", lambda x, *rest, **more: (seen.append(x), real(x, *rest, **more))[1])
+        model.o_proj(torch.randn(3, 48).bfloat16())
+        model.experts(torch.randn(3, 32).bfloat16(), torch.tensor([[0], [1], [2]]), torch.ones(3, 1).bfloat16())
+        want = torch.float16 if dtype == "fp16" else torch.bfloat16
+        assert [(x.data.dtype, x.residual) for x in seen] == [(want, dtype == "bf16")] * 3
 
     def test_what_was_loaded_comes_back_and_stays_where_it_is():
         spec = QuantSpec("bf16", "bf16", "w4a4_residual")
@@ -88,4 +104,4 @@ if INTERPRETED:
 else:
 
     def test_in_the_interpreter():
-        assert "5 passed" in assert_passes_interpreted(__file__)
+        assert "9 passed" in assert_passes_interpreted(__file__)

@@ -63,6 +63,8 @@ def test_precision_of_each_site():
         ({"targets": ("attention",)}, "residual_sites has w13"),
         ({"residual_ratio": 1.5}, "outside [0, 1]"),
         ({"residual_selection": "row"}, "batch, block, token"),
+        ({"residual_operand": "one"}, "use auto, folded, two"),
+        ({"residual_operand": "folded", "format": "mxfp4"}, "needs a scale of each row, which mxfp4 has not"),
         ({"global_scale": "e8m0"}, "pow2, amax"),
         ({"format": "nf4"}, "[quant] format = 'nf4' does not exist; use nvfp4, mxfp4"),
         ({"scale_rule": "floor"}, "[quant] scale_rule = 'floor' is none of nvfp4; leave it \"\"; the choice of its"),
@@ -83,7 +85,7 @@ def test_banner_names_every_group_and_its_kernel():
     lines = banner(resolve(QuantSettings()), "native", "auto", "cpu", torch.float32).splitlines()
     table = {line[:22].strip(): line for line in lines}
     assert "W nvfp4 A fp32" in table["experts w13 (gate, up)"]
-    assert "W nvfp4 A nvfp4 + residual of 0.5 of the channels (batch)" in table["experts w13 (gate, up)"]
+    assert "W nvfp4 A nvfp4 + residual of 0.5 of the channels (batch, two operands)" in table["experts w13 (gate, up)"]
     for group in ("experts w2 (down)", "attention q, k, v", "attention o"):
         assert "W nvfp4 A nvfp4  " in table[group] and "residual" not in table[group]
         assert table[group].endswith("reference (plain torch)")
@@ -97,6 +99,14 @@ def test_banner_names_every_group_and_its_kernel():
     assert "nvfp4: 4.5 bits a weight, blocks of 16; activations have one power-of-two scale a token." in lines
     assert "vllm engine" in banner(resolve(QuantSettings()), "vllm")
     assert "not exact in bf16" in banner(resolve(QuantSettings(global_scale="amax")))
+    assert "of the channels (batch, folded)" in banner(resolve(QuantSettings(residual_operand="folded")))
+
+
+def test_the_residual_operand_in_force():
+    """Plain torch folds when asked; kernels that decode 4-bit numbers fold unless asked not to."""
+    cpu = torch.device("cpu")
+    words = [backend.operand_in_force(word, "auto", cpu, "nvfp4") for word in ("auto", "folded", "two")]
+    assert words == ["two", "folded", "two"]
 
 
 def test_kernel_choice():

@@ -123,6 +123,37 @@ def test_the_packed_pair_stands_for_the_same_terms_where_one_channel_is_huge(sel
     assert (pair.residual[2] < pair.main[2] / 8).all() and residual_TK.any(dim=1).all()
 
 
+def test_fold_by_hand():
+    """One row, g = 2: differences are rounded to fp16 in units of g / 8, ties to even, and stay what they are there."""
+    main = torch.tensor([[12.0, -1.0, 2688.0 * 2, 0.0, torch.nan]])
+    rest = torch.tensor([[-(2.0**-8), 2.0**-12, 0.0, -3.0, 1.0]])
+    operand, scale = residual.fold(main, rest, torch.tensor([[2.0]]))
+    assert operand.dtype == torch.float16 and scale.tolist() == [[0.25]]
+    # 12 + 2**-8 is 48 + 2**-6 in units of 1/4, whose fp16 step is 2**-5: a tie, to the even 48
+    assert operand[0, :4].tolist() == [48.0, -4.0, 21504.0, 12.0]  # -4 - 2**-10: below half a step of 2**-8
+    assert operand[0, 4].isnan()
+
+
+@pytest.mark.parametrize("size", [1e-38, 1.0, 3e38])
+@pytest.mark.parametrize("selection", ["batch", "token", "all"])
+def test_a_folded_operand_is_the_difference_rounded_once(size, selection):
+    """In units of g / 8, whatever the size of the row: fp16 neither overflows nor runs out at the lower end."""
+    x = rows(5, 80) * (size / 64)
+    main, rest = residual.compensate(x, 0.5, selection)
+    operand, scale = residual.compensate_folded(x, 0.5, selection)
+    g = nvfp4.quantize_rows(x)[2]
+    assert torch.equal(scale, g / 8) and bool(operand.isfinite().all())
+    assert torch.equal(operand.double(), ((main - rest).double() * 8 / g.double()).half().double())
+
+
+def test_a_format_without_a_scale_of_rows_is_not_folded():
+    with pytest.raises(ValueError, match="mxfp4 has no scale of rows"):
+        residual.compensate_folded(rows(2, 64), 0.5, "all", None, "mxfp4")
+    operand, scale = residual.compensate_folded(rows(2, 64), 0.5, "all", None, "nvfp4_46")
+    main, rest = residual.compensate(rows(2, 64), 0.5, "all", None, "nvfp4_46")
+    assert torch.allclose(operand.float() * scale, main - rest, rtol=2**-11, atol=0)
+
+
 def test_two_of_four():
     """By hand: of four neighbours the two largest, on a tie the lower one; the last group is short."""
     r_TK = torch.tensor([[1.0, -3.0, 3.0, 2.0, 1.0, 1.0, 1.0, 1.0, 0.0, 5.0]])

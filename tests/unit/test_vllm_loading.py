@@ -211,6 +211,13 @@ def test_every_option_reaches_the_sites() -> None:
         ("residual_sites", ["qkv"], "attention", "qkv", SiteSpec("w4a4_residual", 0.5, "batch", "pow2")),
         ("residual_ratio", 0.25, "experts", "w13", SiteSpec("w4a4_residual", 0.25, "batch", "pow2")),
         ("residual_selection", "token", "experts", "w13", SiteSpec("w4a4_residual", 0.5, "token", "pow2")),
+        (
+            "residual_operand",
+            "folded",
+            "experts",
+            "w13",
+            SiteSpec("w4a4_residual", 0.5, "batch", "pow2", operand="folded"),
+        ),
         ("global_scale", "amax", "experts", "w13", SiteSpec("w4a4_residual", 0.5, "batch", "amax")),
         ("format", "mxfp4", "mlp", "w13", SiteSpec("w4a4_residual", 0.5, "batch", "pow2", "mxfp4")),
         ("scale_rule", "ceil", "mlp", "w13", SiteSpec("w4a4_residual", 0.5, "batch", "pow2", "mxfp4", "ceil")),

@@ -11,6 +11,7 @@ from quads.quant.triton.codes import encode_words, row_factors
 from quads.quant.triton.math import (
     INF_BITS,
     abs_bits,
+    fold_operands,
     keep_top,
     pack_tile,
     quantize_tile,
@@ -55,6 +56,7 @@ def rows_kernel(
     STORED: tl.constexpr,
     CODES: tl.constexpr,
     WHOLE: tl.constexpr,
+    BESIDE: tl.constexpr,
     FOLD: tl.constexpr,
     RESIDUAL: tl.constexpr,
     INDEX_BITS: tl.constexpr,
@@ -73,8 +75,9 @@ def rows_kernel(
     scores to partial_ptr: the others are cleared once the scores are ranked, `clear_kernel`) or "none".
 
     CODES: packed codes [T, width/2] and scale bytes [T, width/16]. Otherwise bfloat16 values [T, width] in the GEMM's
-    order, rows stride_out apart; with FOLD times g (exact: a power of two), the residual negated. The residual is
-    masked, except codes with WHOLE. scale_ptr: fp32 [2T], g of x, then g of R. With HAS_SLOTS, rows whose slot entry is
+    order, rows stride_out apart; with BESIDE times g (exact: a power of two), the residual negated. The residual is
+    masked, except codes with WHOLE. scale_ptr: fp32 [2T], g of x, then g of R. With FOLD there is one operand, in
+    fp16, and its scale g / 8 (residual.fold). With HAS_SLOTS, rows whose slot entry is
     `slots_end` (padding of a routing map) are skipped. PLAIN: bfloat16 rows in the GEMM's order, not quantized.
 
     E > 0: before the rows come E programs that write the routing map of these rows (routing.write_slots), which
@@ -118,20 +121,25 @@ def rows_kernel(
         return
     x = x.to(tl.float32) + 0.0  # -0.0 becomes +0.0
     magnitude, scale, byte, g = quantize_tile(x)
-    tl.store(scale_ptr + row, g)
     main = values(magnitude, scale, x)
+    if FOLD:
+        main_g = g
+        tl.store(scale_ptr + row, g * 0.125)
+    else:
+        tl.store(scale_ptr + row, g)
     if CODES:
         block = tl.arange(0, KP // 16)
         pair = block[:, None] * 8 + tl.arange(0, 8)[None, :]
         packed = pack_tile(magnitude, byte, x, KP // 16)
         tl.store(main_ptr + row * (width // 2) + pair, packed, mask=pair < width // 2)
         tl.store(main_byte_ptr + row * (width // 16) + block, byte.to(tl.uint8), mask=block < width // 16)
-    else:
-        store_values(main_ptr + row * stride_out, main * g if FOLD else main, width, KP, STORED, ASM)
+    elif not FOLD:
+        store_values(main_ptr + row * stride_out, main * g if BESIDE else main, width, KP, STORED, ASM)
     if RESIDUAL != "none":
         r = main * g - x + 0.0
         magnitude, scale, byte, g = quantize_tile(r)
-        tl.store(scale_ptr + T + row, g)
+        if not FOLD:
+            tl.store(scale_ptr + T + row, g)
         if RESIDUAL == "token":
             key = abs_bits(r)
             kept = keep_top(tl.where(key >= INF_BITS, 0, key), column, keep, 30, INDEX_BITS, STORED)
@@ -157,8 +165,12 @@ def rows_kernel(
         else:
             kept_values = tl.where(kept, values(magnitude, scale, r), 0.0)
             if FOLD:
-                kept_values = kept_values * -g
-            store_values(residual_ptr + row * stride_out, kept_values, width, KP, STORED, ASM)
+                folded = fold_operands(main, kept_values, main_g, g)
+                store_values(main_ptr + row * stride_out, folded, width, KP, STORED, ASM)
+            else:
+                if BESIDE:
+                    kept_values = kept_values * -g
+                store_values(residual_ptr + row * stride_out, kept_values, width, KP, STORED, ASM)
 
 
 @triton.jit

@@ -1,12 +1,13 @@
 """4-bit weights times 16-bit operands: one Triton kernel for linear layers and for routed experts (Hopper).
 
 The weights (layout: layout.py) are the M side of the tensor-core instruction and go from memory to registers to
-the MMA, never through shared memory after decoding; the few tokens of a decode step are the N side. A code times its
-block scale (e2m1 * e4m3) is exact in bfloat16, and so is a quantized activation, so the only rounding is the fp32
-accumulation. Global scales (weight: per matrix, activation: per row) are applied to the fp32 sum.
+the MMA, never through shared memory after decoding (decode.py); the few tokens of a decode step are the N side. The
+16-bit types hold a code times its block scale exactly, and a quantized activation as well, so the only rounding is the
+fp32 accumulation. Global scales (weight: per matrix, activation: per row) are applied to the fp32 sum.
 
-The residual operand rides in the same MMA: its rows are extra token columns (x rows first, then r rows), so one decoded
-weight tile serves both, and the epilogue subtracts the second half.
+Operands in fp16 are those with a folded residual: x as any other. As a second operand the residual rides in the same
+MMA: its rows are extra token columns (x rows first, then r rows), so one decoded weight tile serves both, and the
+epilogue subtracts the second half.
 
 Legend: BN weight rows of a tile, BM tokens of a tile, MB = BM or 2 BM (with residual), CW = 32 * KSTEP words a step.
 """
@@ -14,88 +15,8 @@ Legend: BN weight rows of a tile, BM tokens of a tile, MB = BM or 2 BM (with res
 import triton
 import triton.language as tl
 
+from quads.quant.triton.decode import decode_asm, decode_half_asm, decode_plain
 from quads.quant.triton.math import start_next, to_bf16, wait_for_previous
-
-_DECODE = tl.constexpr(
-    """
-{
-.reg .b32 a, b, c, d, t, z;
-and.b32 a, $4, 0x81C081C0;
-shl.b32 b, $4, 3;
-and.b32 b, b, 0x81C081C0;
-and.b32 c, $4, 0x40074007;
-mul.lo.u32 c, c, 66;
-and.b32 c, c, 0x81C081C0;
-shl.b32 d, $4, 2;
-shr.u32 t, $4, 3;
-and.b32 d, d, 0x80008000;
-and.b32 t, t, 0x01C001C0;
-or.b32 d, d, t;
-mov.b32 z, 0x80008000;
-fma.rn.bf16x2 $0, a, $5, z;
-fma.rn.bf16x2 $1, b, $5, z;
-fma.rn.bf16x2 $2, c, $5, z;
-fma.rn.bf16x2 $3, d, $5, z;
-}
-"""
-)
-"""Four bfloat16 pairs out of two words and their two scales; the addend -0 keeps the sign of a zero code. Times 66 is a
-shift by 1 (the sign) plus a shift by 6 (the magnitude): no two bits meet."""
-
-_DECODE_SCALES = tl.constexpr(
-    """
-{
-.reg .b32 t, f, z;
-prmt.b32 t, $1, 0, 0x4140;
-shl.b32 t, t, 4;
-mov.b32 f, 0x7B007B00;
-mov.b32 z, 0x80008000;
-fma.rn.bf16x2 t, t, f, z;
-fma.rn.bf16x2 $0, t, f, z;
-}
-"""
-)
-"""The two E4M3 bytes of a pair, which comes twice -> bfloat16 s * 2**118 of each: shifted by 4 they read as
-s * 2**-120, then times 2**119 twice."""
-
-
-@triton.jit
-def _code_value(words, SIGN: tl.constexpr, HIGH: tl.constexpr):
-    """Code with its sign at bit SIGN and magnitude from bit HIGH down, as e2m1 * 2**-126 in fp32 (plain Triton)."""
-    bits = (((words >> SIGN) & 1) << 31) | (((words >> (HIGH - 2)) & 7) << 22)
-    return bits.to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def decode_asm(words, scale_pairs, BN: tl.constexpr, KSTEP: tl.constexpr):
-    """words int16 [BN, CW], scale_pairs int16 [BN, 4 KSTEP] of two bytes -> four bfloat16 [BN, CW]: e2m1 * e4m3 / 256.
-    Where single bytes are loaded, Triton takes the weights for 8-bit ones and each thread holds its scales twice."""
-    # Each pair stands for two columns, which are neighbours in a thread's registers (tests/numerics: the layout).
-    pairs = tl.broadcast_to(scale_pairs.reshape(BN, 4 * KSTEP, 1), (BN, 4 * KSTEP, 2)).reshape(BN, 8 * KSTEP)
-    scale = tl.inline_asm_elementwise(_DECODE_SCALES, "=r,r", [pairs], tl.bfloat16, is_pure=True, pack=2)
-    scale = tl.broadcast_to(scale.reshape(BN, KSTEP, 1, 8), (BN, KSTEP, 4, 8)).reshape(BN, 32 * KSTEP)
-    return tl.inline_asm_elementwise(
-        _DECODE,
-        "=r,=r,=r,=r,r,r",
-        [words, scale],
-        dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16),
-        is_pure=True,
-        pack=2,
-    )
-
-
-@triton.jit
-def decode_plain(words, scale_pairs, BN: tl.constexpr, KSTEP: tl.constexpr):
-    """The same values in fp32 (each is exact in bfloat16), for the interpreter, which has no bfloat16 arithmetic."""
-    scale_bytes = tl.join(scale_pairs & 0xFF, (scale_pairs >> 8) & 0xFF).reshape(BN, 8 * KSTEP)
-    scale = ((scale_bytes.to(tl.int32) << 20).to(tl.float32, bitcast=True) * 6.64613997892458e35) * 6.64613997892458e35
-    scale = tl.broadcast_to(scale.reshape(BN, KSTEP, 1, 8), (BN, KSTEP, 4, 8)).reshape(BN, 32 * KSTEP)
-    words = words.to(tl.int32) & 0xFFFF
-    w0 = _code_value(words, 15, 8) * scale
-    w1 = _code_value(words, 12, 5) * scale
-    w2 = _code_value(words, 14, 2) * scale
-    w3 = _code_value(words, 13, 11) * scale
-    return w0, w1, w2, w3
 
 
 @triton.jit
@@ -119,7 +40,9 @@ def silu_mul(gate, up, ASM: tl.constexpr):
 @triton.jit
 def multiply(words, scale_pairs, x0, x1, x2, x3, acc, BN: tl.constexpr, KSTEP: tl.constexpr, ASM: tl.constexpr):
     """acc + one K step: words [BN, CW], pairs of scale bytes [BN, 4 KSTEP], the four parts of x [CW, MB]."""
-    if ASM:
+    if ASM and x0.dtype == tl.float16:
+        w0, w1, w2, w3 = decode_half_asm(words, scale_pairs, BN, KSTEP)
+    elif ASM:
         w0, w1, w2, w3 = decode_asm(words, scale_pairs, BN, KSTEP)
     else:
         w0, w1, w2, w3 = decode_plain(words, scale_pairs, BN, KSTEP)
@@ -261,7 +184,9 @@ def w4_gemm_kernel(
         s_ptrs += KSTEP * 512
         x_ptrs += KSTEP * 128
 
-    acc *= tl.load(g_ptr + expert) * 256.0
+    # what the decoders leave out: 2**7 in fp16, else 2**8
+    factor: tl.constexpr = 128.0 if ASM and x_ptr.dtype.element_ty == tl.float16 else 256.0
+    acc *= tl.load(g_ptr + expert) * factor
     if SCALED:
         acc *= tl.load(x_scale_ptr + x_row, mask=there, other=0.0)[None, :]
     if RESIDUAL:

@@ -28,7 +28,7 @@ class TritonWeights(RolloutWeights):
                 f'the triton kernels compute in bf16, not {like.dtype}; set model.dtype = "bfloat16", '
                 'or rollout.kernel = "reference"'
             )
-        path, _ = ops.choose(like.device, site.precision)
+        path, _ = ops.choose(like.device, site.precision, site.path)
         swiglu = leaf == "gate_up_proj"
         weight = ops.KernelWeight(like.shape, path=path, swiglu=swiglu, device=like.device)
         self.kernel_weights = {**getattr(self, "kernel_weights", {}), leaf: weight}
@@ -65,6 +65,7 @@ class TritonLinear(TritonWeights, RolloutLinear):
             spec.precision,  # pyright: ignore[reportArgumentType]  # `choose_kernel` let none but its own pass
             ratio=spec.ratio,
             selection=spec.selection,
+            fold=ops.folds(spec.operand, weight.path),
             live_T=live_T,
         )
 
@@ -89,5 +90,6 @@ class TritonExperts(TritonWeights, RolloutExperts):
             residual_sites=spec.residual_sites,
             ratio=spec.ratio,
             selection=spec.selection,
+            fold=ops.folds(spec.operand, w13.path),
             live_T=live_T,
         )

@@ -96,6 +96,14 @@ def pow2_scale(amax_bits):
 
 
 @triton.jit
+def fold_operands(main, kept, g, g_kept):
+    """(main * g - kept * g_kept) / g * 8, to be rounded to fp16: residual.fold, with main and kept without their
+    scales g. All products are exact, so the subtraction is the only rounding here."""
+    gs = ((254 << 23) - g.to(tl.int32, bitcast=True)).to(tl.float32, bitcast=True)
+    return (main * g - kept * g_kept) * gs * 8.0
+
+
+@triton.jit
 def block_factors(vmax_bits, g, gs):
     """Block max (bits of |x|), global scale -> (scale byte int32, scale fp32, element factor); NaN blocks: 0x7F."""
     bad = vmax_bits >= INF_BITS
@@ -219,10 +227,13 @@ def tile_columns(KP: tl.constexpr, STORED: tl.constexpr):
 
 @triton.jit
 def store_values(ptr, tile, width, KP: tl.constexpr, STORED: tl.constexpr, ASM: tl.constexpr):
-    """A row of values in the GEMM's order, bfloat16 [width]."""
+    """A row of values in the GEMM's order [width], rounded to the type behind ptr: bfloat16 or fp16."""
     if STORED:
         flat = tl.reshape(tile, (KP,))
     else:
         flat = tl.reshape(tl.permute(tl.reshape(tile, (KP // 128, 8, 4, 4)), (0, 3, 2, 1)), (KP,))
     position = tl.arange(0, KP)
-    tl.store(ptr + position, to_bf16(flat, ASM), mask=position < width)
+    if ptr.dtype.element_ty == tl.float16:
+        tl.store(ptr + position, flat.to(tl.float16), mask=position < width)
+    else:
+        tl.store(ptr + position, to_bf16(flat, ASM), mask=position < width)

@@ -2,12 +2,12 @@
 
     choose(device, precision) -> (path, why)         "native_fp4" | "decoded" | UserError naming the choices
     weight = KernelWeight.from_packed(packed, block_scale, g)          then weight.load_(...) in place
-    y = linear(x, weight, "w4a4_residual", ratio, selection, live)
+    y = linear(x, weight, "w4a4_residual", ratio=0.5, selection="batch", fold=True, live_T=live)
     y = moe(x, w13, w2, topk_ids, topk_weights, "w4a4", ...)
     quantize, dequantize, qdq, compensate_packed                       the operators of nvfp4.py and residual.py
 
 Paths: "native_fp4" multiplies 4-bit operands on Blackwell's tensor cores (gemm_fp4.py); "decoded" turns codes
-into bfloat16 in registers, exactly, and multiplies those (gemm.py). Nothing here synchronizes with the host,
+into 16-bit numbers in registers, exactly, and multiplies those (gemm.py). Nothing here synchronizes with the host,
 and no shape depends on data, so every call may be captured in a CUDA graph once it has run before.
 """
 
@@ -17,7 +17,6 @@ import torch
 import triton
 from torch import Tensor
 
-from quads.errors import UserError
 from quads.quant.residual import PackedPair, Selection
 from quads.quant.triton import gemm_fp4
 from quads.quant.triton.activations import (
@@ -33,6 +32,7 @@ from quads.quant.triton.gemm import w4_gemm_kernel
 from quads.quant.triton.layout import TILE
 from quads.quant.triton.math import compiled
 from quads.quant.triton.pack import dequantize, qdq, quantize
+from quads.quant.triton.paths import choose, folds
 from quads.quant.triton.routing import Routing, combine, empty_map, map_arguments, route
 from quads.quant.triton.tune import NARROW, Layer, ShapeClass, Tile, shape_class, tile
 from quads.quant.triton.weight import KernelWeight
@@ -42,6 +42,7 @@ __all__ = [
     "choose",
     "compensate_packed",
     "dequantize",
+    "folds",
     "linear",
     "moe",
     "qdq",
@@ -50,35 +51,6 @@ __all__ = [
 ]
 
 Precision = Literal["w4a16", "w4a4", "w4a4_residual"]
-Path = Literal["native_fp4", "decoded"]
-
-
-def choose(device: torch.device | str, precision: str, path: str = "auto") -> tuple[Path, str]:
-    """(path, why) for 4-bit weights at a precision. Raises UserError if it, or the path asked for, cannot be had."""
-    if precision not in ("w4a16", "w4a4", "w4a4_residual"):
-        raise UserError(f"no Triton kernel for precision {precision!r}; choose w4a16, w4a4 or w4a4_residual")
-    if path not in ("auto", "native_fp4", "decoded"):
-        raise UserError(f"no kernel path {path!r}; choose auto, native_fp4 or decoded")
-    device = torch.device(device)
-    if device.type != "cuda":
-        if compiled():
-            raise UserError(
-                f'Triton kernels need a CUDA GPU, not {device.type}; use kernel = "reference" (or TRITON_INTERPRET=1)'
-            )
-        return ("native_fp4" if path == "native_fp4" else "decoded"), "Triton interpreter"
-    major, minor = torch.cuda.get_device_capability(device)
-    name = torch.cuda.get_device_name(device)
-    if major < 9:
-        raise UserError(f'{name} (sm_{major}{minor}) is older than Hopper; use kernel = "reference"')
-    native = major == 10 and precision != "w4a16"
-    if path == "native_fp4" and not native:
-        raise UserError(
-            f"{name} (sm_{major}{minor}) has no native FP4 path for {precision}; choose decoded or reference"
-        )
-    if native and path != "decoded":
-        return "native_fp4", f"{name} has FP4 tensor cores (tcgen05)"
-    why = "16-bit activations" if precision == "w4a16" else "no tcgen05 FP4" if major != 10 else "asked for"
-    return "decoded", f"{name}: {why}; codes are decoded to bfloat16 in registers"
 
 
 def compensate_packed(x_TK: Tensor, ratio: float, selection: Selection, live_T: Tensor | None = None) -> PackedPair:
@@ -203,13 +175,16 @@ def linear(
     *,
     ratio: float = 0.5,
     selection: Selection = "batch",
+    fold: bool = False,
     live_T: Tensor | None = None,
 ) -> Tensor:
-    """y = x W^T, bfloat16 [T, N]. x: bfloat16 [T, K]; live_T: bool [T], rows that take part in the channel scores."""
+    """y = x W^T, bfloat16 [T, N]. x: bfloat16 [T, K]; live_T: bool [T], rows that take part in the channel scores.
+
+    fold: the residual and x are one operand (residual.fold). ValueError on the path "native_fp4"."""
     tokens = x_TK.shape[0]
-    name = "dense_residual" if precision == "w4a4_residual" else "dense"
+    compensation = _compensation(ratio, selection, fold, weight)
+    name = "dense_residual" if precision == "w4a4_residual" and not fold else "dense"
     row = shape_class(x_TK.device, name, tokens, weight.path == "native_fp4")
-    compensation = Compensation(ratio, selection)
     if row.expand:
         return expanded(x_TK, weight, precision, compensation, _bytes(live_T))
     out = torch.empty(tokens, weight.n, dtype=torch.bfloat16, device=x_TK.device)
@@ -230,6 +205,7 @@ def moe(
     residual_sites: tuple[str, ...] = ("w13",),
     ratio: float = 0.5,
     selection: Selection = "batch",
+    fold: bool = False,
     live_T: Tensor | None = None,
     quantized: Operand | None = None,
 ) -> Tensor:
@@ -237,12 +213,13 @@ def moe(
 
     x: bfloat16 [T, H]; topk_ids int [T, A]; topk_weights [T, A]; live_T bool [T]: dead rows cost nothing and give 0.
     With precision "w4a4_residual" the sites named in residual_sites ("w13", "w2") are compensated, the other is w4a4.
+    fold: as in `linear`.
     quantized: what `quantize_ahead` made of x; the result is the same.
     """
     tokens, top_k = topk_ids_TA.shape
-    compensation = Compensation(ratio, selection)
+    compensation = _compensation(ratio, selection, fold, w13)
     at = {site: _site_precision(precision, site, residual_sites) for site in ("w13", "w2")}
-    name = "moe_residual" if "w4a4_residual" in at.values() else "moe"
+    name = "moe_residual" if "w4a4_residual" in at.values() and not fold else "moe"
     row = shape_class(x_TH.device, name, tokens * top_k / w13.experts, w13.path == "native_fp4")
     live = _bytes(live_T)
     # the quantizer of x writes the routing map as well
@@ -271,13 +248,20 @@ def quantize_ahead(
     *,
     ratio: float = 0.5,
     selection: Selection = "batch",
+    fold: bool = False,
     live_T: Tensor | None = None,
 ) -> Operand:
     """The activations of an expert layer's first GEMM, which do not depend on the routing: for `moe(quantized=...)`.
 
     precision: of w13.
     """
-    return _operand(x_TH, w13, precision, Compensation(ratio, selection), _bytes(live_T))
+    return _operand(x_TH, w13, precision, _compensation(ratio, selection, fold, w13), _bytes(live_T))
+
+
+def _compensation(ratio: float, selection: Selection, fold: bool, weight: KernelWeight) -> Compensation:
+    if fold and weight.path != "decoded":
+        raise ValueError(f"operands of the path {weight.path} stay in 4 bits; only decoded ones can be folded")
+    return Compensation(ratio, selection, fold)
 
 
 def _site_precision(precision: Precision, site: str, residual_sites: tuple[str, ...]) -> Precision:

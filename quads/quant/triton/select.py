@@ -1,7 +1,7 @@
 """Channel selection over a batch: scores summed without atomics, in a fixed order, then the mask; no host sync.
 
 Three small launches: partial scores of row groups, their sum, and the channels whose rank is below the budget. Few
-rows are scored by the quantizer itself (`store_scores`), and what is not chosen is cleared at the end (`clear_kernel`).
+rows are scored by the quantizer itself (`store_scores`), and what is not chosen is cleared at the end (selected.py).
 Scores are float64: the squares of fp32 residuals are exact in it.
 
 Legend: T rows, K channels, KP = power of two >= K, P partial sums, a unit is one channel or one block of 16.
@@ -18,7 +18,6 @@ from quads.quant.triton.math import (
     compiled,
     quantize_tile,
     start_next,
-    stored_column,
     tile_columns,
     values,
     wait_for_previous,
@@ -123,62 +122,12 @@ def store_scores(partial_ptr, live_ptr, r, column, HAS_LIVE: tl.constexpr):
     tl.store(partial_ptr + column, r64 * r64)
 
 
-@triton.jit
-def clear_kernel(
-    score_ptr,
-    r_ptr,
-    T,
-    width,
-    keep,
-    UNITS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    CHUNK: tl.constexpr,
-    GROUP: tl.constexpr,
-    BT: tl.constexpr,
-    ASM: tl.constexpr,
-):
-    """Zeroes what `rank_kernel` would not mark, in place: COLUMNS neighbours of T rows that are stored in the GEMM's
-    order (r_ptr: int16 [T, width]) per program."""
-    wait_for_previous(ASM)
-    start_next(ASM)
-    position = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    drop = units_before(score_ptr, stored_column(position) // GROUP, UNITS, CHUNK) >= keep
-    zero = tl.zeros((BT, COLUMNS), dtype=tl.int16)
-    for first in range(0, T, BT):
-        row = first + tl.arange(0, BT)
-        at = r_ptr + row.to(tl.int64)[:, None] * width + position[None, :]
-        tl.store(at, zero, mask=(row < T)[:, None] & (drop & (position < width))[None, :])
-
-
-def _chunk(units: int, own: int) -> int:
+def chunk(units: int, own: int) -> int:
     """How many units are compared with `own` others at a time: 4096 comparisons, 32 a thread."""
     return min(units, 4096 // own)
 
 
-def clear_unselected(values_RW: Tensor, partial: Tensor, keep: int, by_block: bool) -> None:
-    """Zero the channels that are not chosen. values: bf16 [R, width] in the GEMM's order; partial: float64 [R, KP]."""
-    rows, width = values_RW.shape
-    group = 16 if by_block else 1
-    score = _reduce(partial, group)
-    columns = 128 if by_block else 8
-    clear_kernel[(width // columns,)](
-        score,
-        values_RW.view(torch.int16),
-        rows,
-        width,
-        keep,
-        UNITS=score.numel(),
-        COLUMNS=columns,
-        CHUNK=_chunk(score.numel(), columns),
-        GROUP=group,
-        BT=min(triton.next_power_of_2(rows), 1024 // columns),
-        ASM=compiled(),
-        num_warps=4,
-        launch_pdl=compiled(),
-    )
-
-
-def _reduce(partial: Tensor, group: int) -> Tensor:
+def reduce_scores(partial: Tensor, group: int) -> Tensor:
     """float64 [P, KP] -> scores of the units, float64 [KP / group]."""
     groups, kp = partial.shape
     if groups == group == 1:
@@ -226,7 +175,7 @@ def select(x_RK: Tensor, k: int, keep: int, by_block: bool, live_R: Tensor | Non
         launch_pdl=compiled(),
     )
     group = 16 if by_block else 1
-    score = _reduce(partial, group)
+    score = reduce_scores(partial, group)
     units = score.numel()
     mask = torch.empty(k, dtype=torch.uint8, device=x_RK.device)
     own = min(units, 8)
@@ -237,7 +186,7 @@ def select(x_RK: Tensor, k: int, keep: int, by_block: bool, live_R: Tensor | Non
         keep,
         UNITS=units,
         OWN=own,
-        CHUNK=_chunk(units, own),
+        CHUNK=chunk(units, own),
         GROUP=group,
         ASM=compiled(),
         num_warps=4,

@@ -128,7 +128,7 @@ class ReferenceSite:
 
     def linear(self, x_TK: Tensor, live_M: Tensor) -> Tensor:
         """The whole layer, [T, N]. The first T values of live_M belong to the rows."""
-        return linear(quantize_activation(x_TK, self.spec, live_M[: x_TK.shape[0]]), self.wide())
+        return linear(quantize_activation(x_TK, self.spec, live_M[: x_TK.shape[0]]), self.wide(), x_TK.dtype)
 
     def experts(self, w2: "ReferenceSite", x_TH: Tensor, ids_TA: Tensor, gates_TA: Tensor, live_M: Tensor) -> Tensor:
         """The whole layer, [T, H], called on w13: the sum over a token's experts of gate * w2(silu(gate rows) * up
@@ -141,11 +141,12 @@ class ReferenceSite:
         dispatcher, live_T = LocalDispatcher(), live_M[: x_TH.shape[0]]
         operands = quantize_activation(x_TH, self.spec, live_T)
         rows_R, grouping = dispatcher.dispatch(torch.cat(operands, dim=-1), ids_TA.long(), self.stored.shape[0])
-        gate_up_R2I = grouped_linear(rows_R.chunk(len(operands), dim=-1), self.wide(), grouping.offsets_E)
+        rows = rows_R.chunk(len(operands), dim=-1)
+        gate_up_R2I = grouped_linear(rows, self.wide(), grouping.offsets_E, x_TH.dtype)
         gate_RI, up_RI = gate_up_R2I.chunk(2, dim=-1)
         live_R = dispatcher.live_rows(live_T, grouping, ids_TA.shape[1])
         operands = quantize_activation(F.silu(gate_RI) * up_RI, w2.spec, live_R)
-        y_RH = grouped_linear(operands, w2.wide(), grouping.offsets_E)
+        y_RH = grouped_linear(operands, w2.wide(), grouping.offsets_E, x_TH.dtype)
         return dispatcher.combine(y_RH, gates_TA.to(x_TH.dtype), grouping)
 
 

@@ -62,7 +62,7 @@ class TritonSite:
             raise UserError(f"the triton kernels compute in bfloat16, not {dtype}; set model.dtype = 'bfloat16'")
         self.name, self.spec, self.parts = name, spec, parts
         device = torch.get_default_device()
-        path, _ = kernels.choose(device, spec.precision)
+        path, _ = kernels.choose(device, spec.precision, spec.path)
         self.weight = KernelWeight(shape, path=path, swiglu=len(shape) == 3 and len(parts) == 2, device=device)
         for buffer in ("words", "scales", "g"):
             setattr(self.weight, buffer, nn.Parameter(getattr(self.weight, buffer), requires_grad=False))
@@ -139,6 +139,7 @@ class TritonSite:
             spec.precision,
             spec.ratio,
             spec.selection,
+            kernels.folds(spec.operand, weight.path),
         )
 
     def start(self, x_TH: Tensor, live_M: Tensor) -> None:
@@ -152,6 +153,7 @@ class TritonSite:
                 spec.precision,  # pyright: ignore[reportArgumentType]
                 ratio=spec.ratio,
                 selection=spec.selection,
+                fold=kernels.folds(spec.operand, self.weight.path),
                 live_T=live_M[: x_TH.shape[0]],
             )
         self._started = Started(x_TH, operand)
@@ -182,6 +184,7 @@ class TritonSite:
             residual_sites=residual,
             ratio=self.spec.ratio,
             selection=self.spec.selection,
+            fold=kernels.folds(self.spec.operand, self.weight.path),
             live_T=live_M[: x_TH.shape[0]],
             quantized=self._join(x_TH),
         )
@@ -210,12 +213,21 @@ def _linear(
     precision: str,
     ratio: float,
     selection: str,
+    fold: bool,
 ) -> Tensor:
     """The custom op: torch reads its schema from these parameters."""
     weight = copy.copy(_shell(n, k, path))
     weight.words, weight.scales, weight.g = words, scales, g
     live_T = live_M[: x_TK.shape[0]]
-    return kernels.linear(x_TK, weight, precision, ratio=ratio, selection=selection, live_T=live_T)  # pyright: ignore[reportArgumentType]
+    return kernels.linear(
+        x_TK,
+        weight,
+        precision,  # pyright: ignore[reportArgumentType]
+        ratio=ratio,
+        selection=selection,  # pyright: ignore[reportArgumentType]
+        fold=fold,
+        live_T=live_T,
+    )
 
 
 def _linear_shape(x_TK: Tensor, words: Tensor, scales: Tensor, g: Tensor, live_M: Tensor, n: int, *rest: Any) -> Tensor:

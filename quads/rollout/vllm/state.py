@@ -47,7 +47,7 @@ class EngineState:
         """Storage and arithmetic of one matmul, on the kernel that serves its precision on this device."""
         device = torch.get_default_device()
         kernel = choose_kernel("auto", device, spec.precision, spec.format)
-        described = describe_kernel(kernel, spec.precision, spec.format, device)
+        described = describe_kernel(kernel, spec.precision, spec.format, device, spec.operand)
         if kernel == "reference" and device.type == "cuda" and spec.precision != "bf16":
             raise UserError(
                 f"quantization 'quads': no GPU kernel serves {spec.precision} in {spec.format}; use w4a16, w4a4 or "
