@@ -157,6 +157,36 @@ def test_repeated_launches_give_the_same_bits(tokens, precision):
         assert torch.equal(first.view(torch.int16), kernels.linear(x, dense, precision).view(torch.int16))
 
 
+@pytest.mark.parametrize("bm, large", [(8, 32), (8, 64), (32, 128)])
+@pytest.mark.parametrize("hot", [12, 128])
+@pytest.mark.parametrize("tokens", [16, 64, 256])
+def test_blocks_of_two_sizes_give_what_those_of_one_do(tokens, hot, bm, large, monkeypatch):
+    """Two GEMMs side by side, each with programs that have nothing to do; in a CUDA graph, whose replays must agree.
+    Sums of products of 4-bit numbers are nearly always exact, so the order of a tile does not show."""
+    x, w13, w2, ids, gates = large_layer(tokens)
+    ids = ids % hot
+    small = {"w13": Tile(64, 1, 3, 2), "w2": Tile(64, 1, 3, 2)}
+    tiles = small | {"w13_large": Tile(64, 1, 3, 4), "w2_large": Tile(128, 1, 3, 4)}
+
+    def layer(row, precision, fold):
+        monkeypatch.setattr(kernels, "shape_class", lambda *arguments: row)
+        how = {"residual_sites": ("w13", "w2"), "selection": "all", "fold": fold}
+        return kernels.moe(x, w13, w2, ids, gates, precision, **how)
+
+    for precision, fold in (("w4a4", False), ("w4a4_residual", True)):
+        one = layer(ShapeClass(1e9, bm, small), precision, fold).float()
+        row = ShapeClass(1e9, bm, tiles, large=large)
+        first = layer(row, precision, fold)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = [layer(row, precision, fold) for _ in range(3)]
+        for _ in range(5):
+            graph.replay()
+            for each in captured:
+                assert torch.equal(each.view(torch.int16), first.view(torch.int16))
+        assert float((first.float() - one).norm() / one.norm()) < 0.01
+
+
 @pytest.mark.parametrize("tokens", [1, 16, 64, 256, 1024, 4096])
 def test_large_layer_against_dequantized_weights(tokens):
     """W4A16 at the 25.5B shape against bf16 grouped matmuls over the dequantized weights: equal but for rounding."""

@@ -295,6 +295,7 @@ def check_moe(
     sites: tuple[str, ...] = ("w13", "w2"),
     tolerance: float = 0.02,
     fold: bool = False,
+    skewed: bool = False,
 ) -> None:
     """Expert layer against the plain loop.
 
@@ -309,6 +310,8 @@ def check_moe(
     ids = torch.stack([torch.randperm(experts)[:top_k] for _ in range(tokens)])
     if one_expert:
         ids[:] = experts - 1
+    if skewed:  # most tokens at two experts
+        ids[: tokens * 3 // 4] = torch.arange(top_k) % experts
     gates = torch.rand(tokens, top_k).bfloat16()
     on = [tuple(part.to(device) for part in weight) for weight in (w13, w2)]
     got = kernels.moe(

@@ -22,6 +22,7 @@ from quads.quant.triton.fp8 import fp8_quantize_kernel  # noqa: E402
 from quads.quant.triton.gemm import w4_gemm_kernel  # noqa: E402
 from quads.quant.triton.gemm_fp4 import native_gemm_kernel  # noqa: E402
 from quads.quant.triton.pack import pack_kernel, weight_kernel  # noqa: E402
+from quads.quant.triton.routing import route_kernel  # noqa: E402
 from quads.quant.triton.selected import fold_kernel  # noqa: E402
 from quads.quant.triton.tune import load  # noqa: E402
 from quads.quant.triton.weight import quantize_repack_kernel  # noqa: E402
@@ -50,11 +51,11 @@ def ptx(kernel, pointers, constants, capability, **options) -> str:
     return compile_kernel(kernel, pointers, constants, capability, {*pointers, *ALIGNED}, **options).asm["ptx"]
 
 
-def compile_gemm(mode, bm, bn, kstep, warps, residual=False, operand="bf16", capability=90):
+def compile_gemm(mode, bm, bn, kstep, warps, residual=False, operand="bf16", capability=90, late=False):
     pointers = {"x_ptr": f"*{operand}", "x_scale_ptr": "*fp32", "w_ptr": "*i16", "s_ptr": "*i16", "g_ptr": "*fp32"}
     pointers |= {"rows_ptr": "*i32", "expert_ptr": "*i32", "out_ptr": "*bf16"}
     constants = {"TOP_K": 8, "BM": bm, "BN": bn, "KSTEP": kstep, "MODE": mode, "SCALED": True, "RESIDUAL": residual}
-    constants |= {"SPLIT": 1, "ASM": True}
+    constants |= {"SPLIT": 1, "LATE": late, "ASM": True}
     known = {*pointers, *ALIGNED}
     return compile_kernel(w4_gemm_kernel, pointers, constants, capability, known, num_warps=warps, num_stages=3).asm
 
@@ -123,6 +124,13 @@ def test_a_folded_residual_is_multiplied_in_fp16(capability):
         assert re.search(r"wgmma\.mma_async\.sync\.aligned\.m64n32k16\.f32\.f16\.f16", wide)
 
 
+def test_the_second_of_two_launches_waits_at_its_end_in_one_program():
+    """And not before it loads and multiplies."""
+    text = compile_gemm("gather", 8, 64, 1, 2, late=True)["ptx"]
+    assert text.index("griddepcontrol.launch_dependents") < text.index("griddepcontrol.wait")
+    assert text.rindex("mma.sync") < text.rindex("griddepcontrol.wait")
+
+
 def test_every_wgmma_is_waited_for_inside_the_loop():
     """The accumulator is read at the end of each iteration (see the comment in the kernel), so a wait for all
     outstanding MMAs stands before the loop's branch back."""
@@ -158,7 +166,7 @@ def test_quantizers_divide_exactly_and_do_not_fuse(capability):
     pointers |= {"expert_ptr": "*i32"}
     constants = {"KP": 128, "EVEN": True, "STORED": False, "CODES": True, "WHOLE": True}
     constants |= {"RESIDUAL": "mask", "INDEX_BITS": 7, "HAS_LIVE": False, "HAS_SLOTS": False}
-    constants |= {"PLAIN": False, "TOP_K": 1, "E": 0, "BINS": 1, "CHUNK": 1, "BM": 1, "ASM": True}
+    constants |= {"PLAIN": False, "TOP_K": 1, "E": 0, "BINS": 1, "CHUNK": 1, "BM": 1, "BL": 0, "ASM": True}
     constants |= {"BESIDE": False, "FOLD": False}
     rows = ptx(rows_kernel, pointers, constants, capability, num_warps=1, enable_fp_fusion=False)
     pointers |= {"main_ptr": "*fp16"}
@@ -191,6 +199,13 @@ def test_quantizers_divide_exactly_and_do_not_fuse(capability):
     assert len(re.findall(r"\bsub(?:\.rn)?\.f32", rows)) >= 2
     # and main minus residual as well, of products that are exact
     assert len(re.findall(r"\bsub(?:\.rn)?\.f32", folded)) >= 4
+
+
+@pytest.mark.parametrize("large", [0, 32])
+def test_routing_map_compiles(large):
+    pointers = {"ids_ptr": "*i64", "live_ptr": "*u8", "map_ptr": "*i32", "expert_ptr": "*i32"}
+    constants = {"TOP_K": 8, "E": 128, "BINS": 256, "CHUNK": 512, "BM": 8, "BL": large, "HAS_LIVE": True, "ASM": True}
+    assert ".local" not in ptx(route_kernel, pointers, constants, 90, num_warps=4)
 
 
 @pytest.mark.parametrize("capability", [90, 100])

@@ -17,7 +17,7 @@ if INTERPRETED:
     from quads.quant import nvfp4, residual
     from quads.quant.triton import ops as kernels
     from quads.quant.triton.layout import tile
-    from quads.quant.triton.routing import max_blocks, route
+    from quads.quant.triton.routing import max_blocks, max_large_blocks, route
     from quads.quant.triton.select import select
     from quads.quant.triton.tune import ShapeClass, Tile
     from tests.numerics import kernel_checks as check
@@ -180,6 +180,55 @@ if INTERPRETED:
         assert max_blocks(10, 4, 2) == 7 == routing.expert.numel()
         assert routing.expert.tolist() == [0, 2, 2, 3, -1, -1, -1]
         assert routing.rows.view(7, 2).tolist() == [[1, 10], [0, 2], [5, 7], [3, 10], [10, 10], [10, 10], [10, 10]]
+
+    @pytest.mark.parametrize("live", [False, True])
+    @pytest.mark.parametrize(
+        ("tokens", "experts", "top_k"), [(1, 8, 2), (9, 4, 2), (40, 3, 1), (60, 5, 2), (300, 6, 8)]
+    )
+    def test_routing_map_with_blocks_of_two_sizes(tokens, experts, top_k, live):
+        """Experts with more than 4 rows in blocks of 16, the others in one of 4; every pair once, in order."""
+        ids = (torch.rand(tokens, top_k) ** 4 * experts).long()  # uneven
+        alive = (torch.rand(tokens) < 0.8).view(torch.uint8) if live else None
+        flat = ids.flatten()
+        if live:
+            flat = torch.where(alive.bool().repeat_interleave(top_k), flat, experts)
+        routing = route(ids, experts, 4, alive, large=16)
+        slots, small = routing.num_small * 4, routing.num_small
+        regions = (
+            (routing.rows[:slots].view(-1, 4), routing.expert[:small]),
+            (
+                routing.rows[slots:].view(-1, 16),
+                routing.expert[small:],
+            ),
+        )
+        for e in range(experts):
+            want = (flat == e).nonzero().flatten().tolist()
+            rows, expert = regions[len(want) > 4]
+            mine = rows[expert == e]
+            assert mine.shape[0] == -(-len(want) // mine.shape[1])
+            assert mine.flatten().tolist() == want + [flat.numel()] * (mine.numel() - len(want))
+            other, others = regions[len(want) <= 4]
+            assert not (others == e).any() and (other[others == -1] == flat.numel()).all()
+
+    @pytest.mark.parametrize(("bm", "large", "experts"), [(8, 32, 128), (4, 16, 6), (8, 16, 5), (32, 128, 128)])
+    def test_bound_of_large_blocks_holds(bm, large, experts):
+        generator = torch.Generator().manual_seed(0)
+        for pairs in (bm + 1, 100, 512, 2048):
+            for sharpness in (0.5, 1, 3, 9):
+                flat = (torch.rand(pairs, generator=generator) ** sharpness * experts).long()
+                counts = torch.bincount(flat, minlength=experts)
+                used = int(torch.where(counts > bm, -(-counts // large), 0).sum())
+                assert used <= max_large_blocks(pairs, experts, bm, large)
+            hit = min(pairs // (bm + 1), experts)  # the worst: every expert just above bm
+            assert hit <= max_large_blocks(pairs, experts, bm, large)
+
+    @pytest.mark.parametrize(("precision", "fold"), [("w4a16", False), ("w4a4", False), ("w4a4_residual", True)])
+    def test_experts_in_blocks_of_two_sizes(precision, fold, monkeypatch):
+        tiles = {"w13": Tile(32, 1, 1, 4), "w2": Tile(32, 1, 1, 4), "w13_large": Tile(64, 1, 1, 4)}
+        row = ShapeClass(1e9, 8, tiles | {"w2_large": Tile(32, 1, 1, 4)}, large=32)
+        monkeypatch.setattr(kernels, "shape_class", lambda *arguments: row)
+        check.check_moe(60, 5, 2, 48, 16, precision, "cpu", fold=fold, skewed=True)
+        check.check_moe(5, 4, 2, 48, 16, precision, "cpu", fold=fold)
 
     @pytest.mark.parametrize(("bm", "experts", "pairs"), [(8, 4, 1), (8, 128, 512), (16, 3, 100), (64, 128, 32768)])
     def test_block_bound_holds_and_is_reached(bm, experts, pairs):

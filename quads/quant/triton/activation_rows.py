@@ -44,6 +44,7 @@ def rows_kernel(
     expert_ptr,
     n_pairs,
     n_blocks,
+    n_small,
     T,
     K,
     width,
@@ -67,6 +68,7 @@ def rows_kernel(
     BINS: tl.constexpr,
     CHUNK: tl.constexpr,
     BM: tl.constexpr,
+    BL: tl.constexpr,
     ASM: tl.constexpr,
 ):
     """One row of activations per program: Q_A(x), and Q_A(R) with RESIDUAL "mask" (mask_ptr uint8 [K] given), "token"
@@ -99,11 +101,13 @@ def rows_kernel(
                 expert_ptr,
                 n_pairs,
                 n_blocks,
+                n_small,
                 TOP_K,
                 E,
                 BINS,
                 CHUNK,
                 BM,
+                BL,
                 HAS_LIVE,
             )
             return

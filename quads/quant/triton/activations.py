@@ -181,7 +181,7 @@ def reorder_activations(x_RK: Tensor, k: int, live_R: Tensor | None = None, rout
     return Operand(data, None, None, False)
 
 
-_NO_ROUTE = {"n_pairs": 0, "n_blocks": 0, "TOP_K": 1, "E": 0, "BINS": 1, "CHUNK": 1, "BM": 1}
+_NO_ROUTE = {"n_pairs": 0, "n_blocks": 0, "n_small": 0, "TOP_K": 1, "E": 0, "BINS": 1, "CHUNK": 1, "BM": 1, "BL": 0}
 
 
 def _launch_rows(

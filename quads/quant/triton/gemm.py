@@ -110,6 +110,7 @@ def w4_gemm_kernel(
     SCALED: tl.constexpr,
     RESIDUAL: tl.constexpr,
     SPLIT: tl.constexpr,
+    LATE: tl.constexpr,
     ASM: tl.constexpr,
 ):
     """One [BN, BM] tile of W x^T.
@@ -120,6 +121,9 @@ def w4_gemm_kernel(
     SPLIT > 1 ("dense"): each of SPLIT programs sums its share of K and writes fp32 to out[part]; see `sum_parts`.
     rows[slot] >= n_rows marks a padding slot; expert[block] < 0 an unused block. SCALED: x_scale holds a fp32 factor a
     row. RESIDUAL: x and x_scale hold 2R rows, main then residual, R = the rows of main (n_rows / TOP_K, or the slots).
+    LATE: the second of two launches over the blocks of one map, which runs beside the first. That one let it start only
+    once all its programs had waited, so what both read is complete. Its end comes after the end of the first, because
+    one program waits for that: who waits for this kernel has then waited for both.
     """
     MB: tl.constexpr = 2 * BM if RESIDUAL else BM
     CW: tl.constexpr = 32 * KSTEP
@@ -137,12 +141,16 @@ def w4_gemm_kernel(
         # The routing map is complete: the "gather" GEMM called start_next after its own wait.
         expert = tl.load(expert_ptr + block)
         target = tl.load(rows_ptr + slot)
-    wait_for_previous(ASM)
+    if not LATE:
+        wait_for_previous(ASM)
     start_next(ASM)
     if MODE == "gather":
         expert = tl.load(expert_ptr + block)
         target = tl.load(rows_ptr + slot)
     if expert < 0:
+        if LATE:
+            if tl.program_id(0) == tl.num_programs(0) - 1:
+                wait_for_previous(ASM)
         return
 
     # Padding slots load nothing (cp.async fills zeros): all reading one row would queue at one place of the L2 cache.
@@ -198,3 +206,6 @@ def w4_gemm_kernel(
         out_row = tl.load(rows_ptr + slot) if MODE == "scatter" else slot
         out_ptr += part.to(tl.int64) * n_rows * stride_out
         store_rows(out_ptr, acc, out_row, n0, n_rows, N, stride_out, BN, ASM)
+    if LATE:
+        if tl.program_id(0) == tl.num_programs(0) - 1:
+            wait_for_previous(ASM)

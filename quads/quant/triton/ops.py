@@ -27,14 +27,12 @@ from quads.quant.triton.activations import (
     quantize_activations,
     reorder_activations,
 )
-from quads.quant.triton.dense import expanded, sum_parts
-from quads.quant.triton.gemm import w4_gemm_kernel
-from quads.quant.triton.layout import TILE
-from quads.quant.triton.math import compiled
+from quads.quant.triton.dense import expanded
+from quads.quant.triton.launch import launch
 from quads.quant.triton.pack import dequantize, qdq, quantize
 from quads.quant.triton.paths import choose, folds
 from quads.quant.triton.routing import Routing, combine, empty_map, map_arguments, route
-from quads.quant.triton.tune import NARROW, Layer, ShapeClass, Tile, shape_class, tile
+from quads.quant.triton.tune import NARROW, Layer, ShapeClass, shape_class
 from quads.quant.triton.weight import KernelWeight
 
 __all__ = [
@@ -97,12 +95,6 @@ def _operand(
     return operand
 
 
-def _overlaps(mode: str, n_rows: int, experts: int) -> bool:
-    """Whether a GEMM is launched while the kernel before it runs. A grid that does not fill the GPU then lands unevenly
-    on it: measured slower."""
-    return n_rows <= 16 if mode == "dense" else n_rows >= experts
-
-
 def _gemm(
     operand: Operand,
     weight: KernelWeight,
@@ -121,51 +113,12 @@ def _gemm(
     layer, row, name: what the table of tiles is asked for (tune.py). blocks: of row.bm tokens each. n_rows: tokens, or
     pairs of token and expert. routing, top_k: of routed experts; of w2 top_k is 1, as its rows are pairs already.
     """
-    mode = {"w13": "gather", "w2": "scatter"}.get(layer, "dense")
+    shape = {"blocks": blocks, "n_rows": n_rows, "routing": routing, "top_k": top_k}
     if weight.path == "native_fp4":
-        gemm_fp4.launch(
-            operand, weight, out, mode=mode, bm=row.bm, blocks=blocks, n_rows=n_rows, routing=routing, top_k=top_k
-        )
-        return
-    nb, kb = weight.words.shape[1:3]
-    unused = weight.g
-
-    def run(choice: Tile) -> None:
-        split = choice.split if kb % choice.split == 0 else 1
-        kstep = choice.kstep if kb // split % choice.kstep == 0 else 1
-        target = out if split == 1 else torch.empty(split, *out.shape, dtype=torch.float32, device=out.device)
-        w4_gemm_kernel[(blocks * nb * (TILE // choice.bn) * split,)](
-            operand.data,
-            unused if operand.scale is None else operand.scale,
-            weight.words,
-            weight.scales.view(torch.int16),
-            weight.g,
-            unused if routing is None else routing.rows,
-            unused if routing is None else routing.expert,
-            target,
-            n_rows,
-            weight.n,
-            nb,
-            kb,
-            operand.data.stride(0),
-            out.stride(0),
-            TOP_K=top_k,
-            BM=row.bm,
-            BN=choice.bn,
-            KSTEP=kstep,
-            MODE=mode,
-            SCALED=operand.scale is not None,
-            RESIDUAL=operand.residual,
-            SPLIT=split,
-            ASM=compiled(),
-            num_warps=choice.warps,
-            num_stages=choice.stages,
-            launch_pdl=compiled() and _overlaps(mode, n_rows, weight.experts),
-        )
-        if split > 1:
-            sum_parts(target, out)
-
-    run(tile(row, layer, name, weight.n, weight.k, run))
+        mode = {"w13": "gather", "w2": "scatter"}.get(layer, "dense")
+        gemm_fp4.launch(operand, weight, out, mode=mode, bm=row.bm, **shape)
+    else:
+        launch(operand, weight, out, layer=layer, row=row, name=name, **shape)
 
 
 def linear(
@@ -224,11 +177,14 @@ def moe(
     live = _bytes(live_T)
     # the quantizer of x writes the routing map as well
     decode = quantized is None and w13.path == "decoded" and tokens <= SCORED_ROWS
-    routing = empty_map(topk_ids_TA, w13.experts, row.bm) if decode else route(topk_ids_TA, w13.experts, row.bm, live)
+    if decode:
+        routing = empty_map(topk_ids_TA, w13.experts, row.bm, row.large)
+    else:
+        routing = route(topk_ids_TA, w13.experts, row.bm, live, row.large)
     job = map_arguments(routing, topk_ids_TA, w13.experts) if decode else None
     blocks, pairs = routing.expert.numel(), routing.pairs
 
-    hidden = torch.empty(blocks * row.bm, w13.hidden_width, dtype=torch.bfloat16, device=x_TH.device)
+    hidden = torch.empty(routing.rows.numel(), w13.hidden_width, dtype=torch.bfloat16, device=x_TH.device)
     operand = quantized or _operand(x_TH, w13, at["w13"], compensation, live, route=job)
     shape = {"row": row, "name": name, "blocks": blocks, "n_rows": pairs, "routing": routing}
     _gemm(operand, w13, hidden, layer="w13", top_k=top_k, **shape)

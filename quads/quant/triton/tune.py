@@ -1,8 +1,9 @@
 """Launch configurations of the 16-bit-operand GEMM: stored ones for known GPUs, found by a short search on others.
 
-A shape class is (layer, tokens per expert up to a bound, residual or not). Layers: "w13" and "w2" (routed experts; both
-use the bm of their class, because they share one routing map), "dense", and "narrow": a linear layer of so few outputs
-that its tiles do not fill a GPU. Files: tuned/<gpu>.json, written by benchmarks/tune_kernels.py.
+A shape class is (layer, tokens per expert up to a bound, residual as a second operand or not). Layers: "w13" and "w2"
+(routed experts; both use the bm of their class, because they share one routing map), "dense", and "narrow": a linear
+layer of so few outputs that its tiles do not fill a GPU. A class of routed experts may have tiles for experts with more
+rows than its bm as well ("w13_large", "w2_large"). Files: tuned/<gpu>.json, written by benchmarks/tune_kernels.py.
 """
 
 import functools
@@ -13,8 +14,8 @@ from typing import Literal, NamedTuple
 
 import torch
 
-Layer = Literal["w13", "w2", "dense", "narrow"]
-LAYERS: tuple[Layer, ...] = ("w13", "w2", "dense", "narrow")
+Layer = Literal["w13", "w2", "dense", "narrow", "w13_large", "w2_large"]
+LAYERS: tuple[Layer, ...] = ("w13", "w2", "dense", "narrow", "w13_large", "w2_large")
 NARROW = 2560
 """A linear layer of up to so many outputs is "narrow"."""
 
@@ -36,6 +37,7 @@ class ShapeClass(NamedTuple):
     bm: int
     tiles: dict[str, Tile]  # by layer
     expand: bool = False  # linear layers: turn the whole weight into bfloat16 first and multiply with torch
+    large: int = 0  # routed: tokens of a tile for experts with more than bm rows; its tiles are "w13_large", "w2_large"
 
 
 DEFAULT_TILES: tuple[Tile, ...] = (Tile(64, 1, 3, 2), Tile(64, 2, 3, 2), Tile(128, 1, 3, 4), Tile(128, 2, 3, 4))
@@ -63,7 +65,7 @@ def load(path: Path) -> dict[str, tuple[ShapeClass, ...]]:
 def _parse(row: dict) -> ShapeClass:
     tiles = {layer: Tile(*row[layer]) for layer in LAYERS if layer in row}
     up_to = float("inf") if row["up_to"] is None else row["up_to"]
-    return ShapeClass(up_to, row["bm"], tiles, row.get("expand", False))
+    return ShapeClass(up_to, row["bm"], tiles, row.get("expand", False), row.get("large", 0))
 
 
 def shape_class(device: torch.device, name: str, tokens: float, native: bool = False) -> ShapeClass:
