@@ -1,4 +1,5 @@
-"""The quantizers of NVFP4 and FP8 where they run: Triton kernels on a CUDA device, plain torch elsewhere; equal bits.
+"""Quantizers where they run: Triton kernels on a CUDA device, plain torch elsewhere; equal bits. Those of NVFP4 and FP8
+quantize weights, those of the other formats activations.
 
 A learner quantizes all its weights after every update and decodes them in every forward, so this is where QAT costs
 time: the kernels read and write each byte once. The signatures are those that formats.py states.
@@ -10,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quads.quant import fp8, nvfp4
+from quads.quant import four_over_six, fp8, hif4, mxfp4, nvfp4
 
 Scales = tuple[Tensor, Tensor]
 
@@ -101,3 +102,31 @@ def qdq_fp8(w: Tensor, rule: str, scales: Scales | None, dtype: torch.dtype) -> 
 
 def qdq_rows_fp8(x: Tensor, rule: str, dtype: torch.dtype) -> Tensor:
     return _fp8(x, dtype).qdq_rows(x, rule, dtype)
+
+
+def _blocks(x: Tensor, dtype: torch.dtype) -> Any:
+    """The kernels for activations x with results in `dtype`, None where plain torch serves."""
+    if not x.is_cuda or torch.float64 in (x.dtype, dtype):
+        return None
+    from quads.quant.triton import blocks
+
+    return blocks
+
+
+def qdq_rows_mxfp4(x: Tensor, rule: str, dtype: torch.dtype) -> Tensor:
+    blocks = _blocks(x, dtype)
+    if blocks is None or rule not in blocks.MXFP4_RULES:
+        return mxfp4.qdq_rows(x, rule, dtype)
+    return blocks.mxfp4_rows(x, rule, dtype)
+
+
+def qdq_rows_hif4(x: Tensor, rule: str, dtype: torch.dtype) -> Tensor:
+    blocks = _blocks(x, dtype)
+    return hif4.qdq_rows(x, rule, dtype) if blocks is None else blocks.hif4_rows(x, dtype)
+
+
+def qdq_rows_four_over_six(x: Tensor, rule: str, dtype: torch.dtype) -> Tensor:
+    blocks = _blocks(x, dtype)
+    if blocks is None:
+        return four_over_six.qdq_rows(x, rule, dtype)
+    return blocks.four_over_six_rows(x, rule.partition("+")[2], dtype)

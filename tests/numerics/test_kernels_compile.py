@@ -16,6 +16,7 @@ from triton.compiler import ASTSource  # noqa: E402
 from quads.model.logprobs_triton import gradient_kernel, stats_kernel  # noqa: E402
 from quads.quant.triton import tune as kernels_tune  # noqa: E402
 from quads.quant.triton.activation_rows import row_codes_kernel, rows_kernel  # noqa: E402
+from quads.quant.triton.blocks import four_over_six_kernel, hif4_kernel, mxfp4_kernel  # noqa: E402
 from quads.quant.triton.codes import launch_shape  # noqa: E402
 from quads.quant.triton.dense import expand_kernel  # noqa: E402
 from quads.quant.triton.fp8 import fp8_quantize_kernel  # noqa: E402
@@ -229,6 +230,18 @@ def test_loss_and_fp8_kernels_compile_for_hopper():
     for text in (gradient, stats, quantize):
         assert "div.rn.f32" in text and ".local" not in text
     assert "div.full" not in gradient + quantize
+
+
+@pytest.mark.parametrize("dtype", ["*bf16", "*fp32"])
+def test_kernels_of_block_formats_compile_for_hopper(dtype):
+    """Nothing is fused or spilled, and what divides divides exactly."""
+    pointers = {"x_ptr": dtype, "out_ptr": dtype}
+    cases = [(mxfp4_kernel, {"NB": 16, "RULE": 2}, 2), (hif4_kernel, {"NB": 16}, 4)]
+    cases += [(four_over_six_kernel, {"KP": 2048, "SQUARES": squares}, 4) for squares in (True, False)]
+    for kernel, constants, warps in cases:
+        text = ptx(kernel, pointers, constants | {"ASM": True}, 90, num_warps=warps, enable_fp_fusion=False)
+        assert "div.rn.f32" in text and "div.full" not in text and ".local" not in text
+        assert kernel is not hif4_kernel or "fma" not in text  # the others round to E2M1 by fma
 
 
 @pytest.mark.parametrize(("blocks", "per_thread"), [(1, 1), (32, 2), (129, 1), (128, 4)])

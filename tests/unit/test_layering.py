@@ -47,6 +47,7 @@ LATE = {
     ("model/logprobs.py", "model/logprobs_triton.py"),
     ("quant/backend.py", "quant/triton/ops.py"),
     ("quant/convert.py", "quant/triton/layers.py"),
+    ("quant/device.py", "quant/triton/blocks.py"),
     ("quant/device.py", "quant/triton/fp8.py"),
     ("quant/device.py", "quant/triton/pack.py"),
     ("rollout/vllm/engine.py", "rollout/vllm/groups.py"),
