@@ -79,18 +79,22 @@ def kv_cache_bytes(config: ModelConfig, slots: int, max_len: int, element_bytes:
 
 def estimate_memory(run: ProcessShape) -> MemoryEstimate:
     """The learner (fp32 master, gradients, two Adam moments, its quantized weights), what a forward and backward
-    need, the engine and its KV cache. On a CPU the engine keeps the values of quantized weights in float64 as well,
-    and in fp32 runs its keys and values.
+    need, the engine and its KV cache. Where no kernel multiplies, the native engine keeps the values of quantized
+    weights as well, on a CPU in float64; there it keeps keys and values in float64 in fp32 runs.
     """
     spec, rollout, local, shards = run.spec, run.rollout, run.local_parameters, run.shards
     total, targeted = run.model.num_parameters()[0], targeted_parameters(run.model, spec.targets)
     compute = run.dtype.itemsize
     per_weight = {"bf16": float(compute), **{name: row.bits_per_weight / 8 for name, row in FORMATS.items()}}
-    engine_weight = per_weight[precision(spec.rollout, spec.format).weights]
+    rolled_out = precision(spec.rollout, spec.format)
+    engine_weight = per_weight[rolled_out.weights]
+    served = rollout.kernel != "reference" and spec.rollout in FORMATS[spec.format].kernels
     cached = compute
     if run.device_type == "cpu":
         engine_weight += 8.0 * (spec.rollout != "bf16")
         cached = 8 if run.dtype == torch.float32 else compute
+    elif rollout.engine == "native" and rolled_out.weights != "bf16" and not served:
+        engine_weight += 4.0 if rolled_out.residual or compute == 4 else 2.0
     learner_copy = 0.0 if spec.learner_weights == "bf16" else per_weight[spec.learner_weights]
     slot_length = rollout.max_prompt_tokens + rollout.max_new_tokens
     kv_cache = kv_cache_bytes(run.model, rollout.max_batch, slot_length, cached)

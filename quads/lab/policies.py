@@ -24,7 +24,7 @@ from quads.model.logprobs import token_logprobs
 from quads.model.model import DecoderLayer, MoEDecoder
 from quads.quant.backend import choose_kernel
 from quads.quant.masters import quantized_weights
-from quads.quant.matmul import SiteSpec
+from quads.quant.matmul import SiteSpec, product
 from quads.quant.recipes import QuantSpec, four
 from quads.quant.rollout import RolloutExperts, RolloutLinear, RolloutWeights, load_weight
 from quads.rl.mismatch import percentile
@@ -81,9 +81,12 @@ def _switch(model: MoEDecoder, spec: QuantSpec) -> bool:
     ]
     changes = [(module, name, getattr(module, name), SiteSpec.of(spec, site)) for module, name, site in sites]
 
+    stored = next(model.parameters())
+
     def same_weights(old: SiteSpec, new: SiteSpec) -> bool:
         name = old.formats.weights
-        return name == new.formats.weights and (name == "bf16" or old.rule(name) == new.rule(name))
+        same = name == new.formats.weights and (name == "bf16" or old.rule(name) == new.rule(name))
+        return same and len({product(site, stored.dtype, stored.device) for site in (old, new)}) == 1
 
     layer: Any = model.model.layers[0]
     held = {"attention": layer.self_attn.q_proj, "experts": layer.mlp.experts}

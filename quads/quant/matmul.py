@@ -96,29 +96,47 @@ def product_dtype(site: SiteSpec, dtype: torch.dtype, device: torch.device) -> t
 
     On a GPU bf16 if it holds them exactly: the values of all codes, unless scales are those of "amax". The product is
     the same (fp32 sums, rounded once to bf16), on tensor cores, and torch groups experts in bf16 without a word to the
-    host, so that a CUDA graph can hold it. The residual needs fp32: its two products are subtracted before they are
-    rounded, and folded it has 11 bits.
+    host, so that a CUDA graph can hold it. A folded residual has 11 bits and needs fp32.
     """
     exact = all(is_exact(site.rule(name)) for name in site.formats[:2] if name != "bf16")
-    if device.type == "cuda" and dtype == torch.bfloat16 and exact and not site.formats.residual:
+    folded = site.formats.residual and site.operand == "folded"
+    if device.type == "cuda" and dtype == torch.bfloat16 and exact and not folded:
         return torch.bfloat16
     return wide_dtype(device)
 
 
-def widen(weight: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """The values of a stored weight in the dtype that the reference path multiplies in."""
-    wide = wide_dtype(weight.device) if dtype is None else dtype
-    return weight.dequantize(wide) if isinstance(weight, QuantizedTensor) else weight.to(wide)
+def product(site: SiteSpec, dtype: torch.dtype, device: torch.device) -> tuple[torch.dtype, bool]:
+    """(`product_dtype`, whether the weight stands there twice, for two operands side by side: see `linear`)."""
+    chosen = product_dtype(site, dtype, device)
+    return chosen, chosen == torch.bfloat16 and site.formats.residual
+
+
+def widen(weight: Tensor, dtype: torch.dtype, twice: bool = False) -> Tensor:
+    """The values of a stored weight [..., N, K] in the dtype that is multiplied in, [..., N, 2 K] if `twice`: for two
+    operands side by side (`linear`)."""
+    wide = weight.dequantize(dtype) if isinstance(weight, QuantizedTensor) else weight.to(dtype)
+    return torch.cat([wide, wide], dim=-1) if twice else wide
+
+
+def side_by_side(operands: tuple[Tensor, ...], wide: Tensor) -> tuple[Tensor, ...]:
+    """Two operands as one, [T, 2 K], where the weight stands there twice: one sum takes the second off the first before
+    anything is rounded to bf16."""
+    if wide.shape[-1] == operands[0].shape[-1]:
+        return operands
+    main, residual = operands
+    return (torch.cat([main, -residual], dim=-1),)
 
 
 def linear(operands: tuple[Tensor, ...], wide_NK: Tensor, dtype: torch.dtype) -> Tensor:
     """First operand minus the second, each times W^T: [T, N] in `dtype`."""
+    operands = side_by_side(operands, wide_NK)
     first, *rest = (F.linear(operand.to(wide_NK.dtype), wide_NK) for operand in operands)
     return (first - rest[0] if rest else first).to(dtype)
 
 
 def grouped_linear(operands: tuple[Tensor, ...], wide_ENK: Tensor, offsets_E: Tensor, dtype: torch.dtype) -> Tensor:
     """The same for rows sorted by expert; offsets_E int32 [E] are the ends of the experts' rows."""
+    operands = side_by_side(operands, wide_ENK)
     mode = matmul_mode(operands[0].to(wide_ENK.dtype), wide_ENK)
     first, *rest = (expert_matmul(operand.to(wide_ENK.dtype), wide_ENK, offsets_E, mode) for operand in operands)
     return (first - rest[0] if rest else first).to(dtype)

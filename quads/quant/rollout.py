@@ -7,8 +7,8 @@ Storage is allocated once and written in place: addresses never change, so captu
 nothing is quantized here. The layers have the names of the parameters they replace: `...q_proj.weight`,
 `...experts.gate_up_proj`.
 
-On a CPU each layer also keeps the values of its weights in float64 (see matmul.py), written by the same load: decoding
-them for each token would take longer than the matmul.
+Each layer also keeps the values of its quantized weights in the dtype of the product (see matmul.py), written by the
+same load: decoding them for each token would take longer than the matmul. Layers of a kernel (triton/layers.py) do not.
 
 Shapes: T tokens, A experts a token, R = T * A dispatched rows, H hidden, I expert width, E experts.
 """
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from quads.model.linear import Linear
 from quads.model.moe import Experts
-from quads.quant.matmul import SiteSpec, allocate, grouped_linear, linear, product_dtype, quantize_activation, widen
+from quads.quant.matmul import SiteSpec, allocate, grouped_linear, linear, product, quantize_activation, widen
 from quads.quant.recipes import QuantSpec
 from quads.quant.tensor import QuantizedTensor
 
@@ -33,10 +33,7 @@ class RolloutWeights(nn.Module):
 
     def store(self, leaf: str, like: Tensor, site: SiteSpec) -> None:
         """Allocate the storage of `leaf`, for a weight shaped like `like`; called once, at construction."""
-        self.product_dtypes = {
-            **getattr(self, "product_dtypes", {}),
-            leaf: product_dtype(site, like.dtype, like.device),
-        }
+        self.products = {**getattr(self, "products", {}), leaf: product(site, like.dtype, like.device)}
         self.register_buffer(leaf, allocate(like.shape, site, like.dtype, like.device))
         self.register_buffer(f"{leaf}_wide", None, persistent=False)
 
@@ -46,17 +43,17 @@ class RolloutWeights(nn.Module):
         if stored.shape != tensor.shape:
             raise ValueError(f"{leaf} has shape {list(stored.shape)}, got {list(tensor.shape)}")
         stored.copy_(tensor)
-        if stored.device.type == "cpu":
-            wide = getattr(self, f"{leaf}_wide")
-            if wide is None:
-                setattr(self, f"{leaf}_wide", widen(stored))
+        if isinstance(stored, QuantizedTensor) or stored.device.type == "cpu":
+            kept, values = getattr(self, f"{leaf}_wide"), widen(stored, *self.products[leaf])
+            if kept is None:
+                setattr(self, f"{leaf}_wide", values)
             else:
-                wide.copy_(widen(stored))
+                kept.copy_(values)  # in place: captured graphs read it
 
     def wide(self, leaf: str) -> Tensor:
         """The values that the reference path multiplies."""
         kept = getattr(self, f"{leaf}_wide")
-        return widen(getattr(self, leaf), self.product_dtypes[leaf]) if kept is None else kept
+        return widen(getattr(self, leaf), *self.products[leaf]) if kept is None else kept
 
     def stored(self, leaf: str) -> Tensor:
         """The weight as it was loaded: a QuantizedTensor or a plain tensor."""

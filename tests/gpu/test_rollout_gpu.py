@@ -8,11 +8,21 @@ import torch
 from quads.config.sections import RolloutSettings
 from quads.model.attention import PackedContext
 from quads.model.logprobs import token_logprobs
-from quads.quant.matmul import SiteSpec, allocate, grouped_linear, product_dtype, quantize_activation, widen
+from quads.quant.masters import pack_group
+from quads.quant.matmul import (
+    SiteSpec,
+    allocate,
+    grouped_linear,
+    linear,
+    product,
+    product_dtype,
+    quantize_activation,
+    widen,
+)
 from quads.quant.recipes import QuantSpec
 from quads.quant.rollout import named_weights
 from quads.quant.tensor import QuantizedTensor
-from quads.rollout.native.engine import NativeEngine
+from quads.rollout.native.engine import NativeEngine, choose_graphs
 from quads.rollout.sync import sync
 from quads.types import Sampling
 from tests.numerics.test_parity_chain import PROMPTS, N, rollout_logprobs
@@ -112,6 +122,27 @@ def test_products_in_bf16_are_those_in_fp32_but_for_the_order_of_sums(rollout: s
     stored.copy_(QuantizedTensor.from_hp(w, stored.format) if isinstance(stored, QuantizedTensor) else w)
     operands = quantize_activation(x, site)
     assert product_dtype(site, torch.bfloat16, w.device) == torch.bfloat16
-    narrow = grouped_linear(operands, widen(stored, torch.bfloat16), ends).float()
-    wide = grouped_linear(operands, widen(stored), ends).float()
+    narrow = grouped_linear(operands, widen(stored, torch.bfloat16), ends, torch.bfloat16).float()
+    wide = grouped_linear(operands, widen(stored, torch.float32), ends, torch.bfloat16).float()
     assert ((narrow - wide).abs() <= 2.0**-7 * wide.abs() + 1e-3).all() and (narrow != wide).float().mean() < 0.01
+
+
+@pytest.mark.parametrize("format", ["nvfp4", "nvfp4_46", "mxfp4", "hif4"])
+def test_two_operands_side_by_side_are_one_sum(format: str) -> None:
+    """Over a weight that stands there twice, in bf16, nothing is rounded before the residual is taken off."""
+    site = SiteSpec.of(QuantSpec("bf16", "bf16", "w4a4_residual", format=format, operand="two"), "w13")
+    x, w = torch.randn(40, 256, device="cuda").bfloat16(), torch.randn(64, 256, device="cuda").bfloat16()
+    stored = allocate(w.shape, site, torch.bfloat16, w.device)
+    stored.copy_(pack_group({"w": w}, format, site.rule(format))["w"])
+    operands = quantize_activation(x, site)
+    assert len(operands) == 2 and product(site, torch.bfloat16, w.device) == (torch.bfloat16, True)
+    narrow = linear(operands, widen(stored, torch.bfloat16, twice=True), torch.bfloat16).float()
+    wide = linear(operands, widen(stored, torch.float32), torch.bfloat16).float()
+    assert ((narrow - wide).abs() <= 2.0**-7 * wide.abs() + 1e-3).all() and (narrow != wide).float().mean() < 0.02
+
+
+@pytest.mark.parametrize("format", ["nvfp4_46", "mxfp4", "hif4"])
+def test_formats_without_a_kernel_decode_in_graphs(format: str) -> None:
+    spec = QuantSpec("bf16", "bf16", "w4a4_residual", format=format, operand="two")
+    chosen, why = choose_graphs(True, torch.device("cuda"), torch.bfloat16, spec, "auto")
+    assert chosen, why

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from quads.config.sections import ParallelSettings, QuantSettings, RLSettings, RolloutSettings
-from quads.memory import GIB, ProcessShape, estimate_memory
+from quads.memory import GIB, ProcessShape, estimate_memory, targeted_parameters
 from quads.model.config import ARCHITECTURES
 from quads.quant.recipes import resolve
 from tests.rollout_models import CONFIG, make_engine
@@ -27,6 +27,24 @@ def test_engine_on_a_cpu(recipe: str, dtype: torch.dtype) -> None:
     )
     # FP8 scales of matrices smaller than a block of 128 x 128, and the fp32 scales of NVFP4, are not in the estimate
     assert parts["engine weights"] * GIB == pytest.approx(stored, rel=0.01)
+
+
+def test_values_that_the_reference_multiplies_on_a_gpu_count() -> None:
+    """bf16, and twice where the residual stands beside the first operand; a kernel keeps none."""
+    bytes_of = {
+        (format, rollout): estimate_memory(
+            ProcessShape(
+                CONFIG, resolve(QuantSettings(format=format, rollout=rollout)), ROLLOUT, RLSettings(), torch.bfloat16
+            )
+        ).parts["engine weights"]
+        for format in ("nvfp4", "hif4")
+        for rollout in ("w4a4", "w4a4_residual")
+    }
+    targeted = targeted_parameters(CONFIG, ("experts", "attention")) / GIB
+    packed = bytes_of["nvfp4", "w4a4"]  # HiF4 has 4.5 bits as well
+    assert bytes_of["nvfp4", "w4a4_residual"] == packed
+    assert bytes_of["hif4", "w4a4"] - packed == pytest.approx(2 * targeted)
+    assert bytes_of["hif4", "w4a4_residual"] - packed == pytest.approx(4 * targeted)
 
 
 def test_the_reference_model_counts() -> None:

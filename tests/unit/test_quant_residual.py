@@ -4,6 +4,8 @@ import pytest
 import torch
 
 from quads.quant import nvfp4, residual
+from quads.quant.matmul import grouped_linear, linear, widen
+from tests.helpers import assert_close
 
 
 def rows(num_rows=6, num_channels=48, seed=0):
@@ -186,3 +188,15 @@ def test_errors_fall_from_batch_over_two_of_four_to_token_and_all():
         main, kept = residual.compensate(x, 0.5, selection)
         errors[selection] = float((main - kept - x).norm())
     assert errors["batch"] > errors["2:4"] > errors["token"] > errors["all"]
+
+
+def test_two_operands_may_stand_side_by_side_over_a_weight_that_stands_there_twice():
+    operands = tuple(t.double() for t in residual.compensate(torch.randn(5, 64), 0.5, "token"))
+    w = torch.randn(3, 64, dtype=torch.float64)
+    ends = torch.tensor([2, 2, 5], dtype=torch.int32)
+    wide, twice = widen(w, torch.float64), widen(w, torch.float64, twice=True)
+    assert twice.shape == (3, 128)
+    assert_close(linear(operands, twice, torch.float64), linear(operands, wide, torch.float64), atol=1e-13)
+    experts = torch.randn(3, 7, 64, dtype=torch.float64)
+    both = [grouped_linear(operands, widen(experts, torch.float64, two), ends, torch.float64) for two in (True, False)]
+    assert_close(*both, atol=1e-13)

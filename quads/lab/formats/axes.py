@@ -20,7 +20,8 @@ COLUMNS = {
 }
 CORRECTIONS = {
     "none": ("--rl.old_logprobs", "rollout"),
-    "tis": ("--rl.old_logprobs", "learner"),
+    "tis": ("--rl.old_logprobs", "learner", "--rl.correction", "tis"),
+    "mis": ("--rl.old_logprobs", "learner", "--rl.correction", "mis"),
 }
 START = "start"  # as a correction: no step of training, the policy that runs start from
 UNQUANTIZED = ("bf16", "-")  # row and column of the run that quantizes nothing

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from quads.errors import UserError
 from quads.model.moe import LocalDispatcher
 from quads.quant.formats import FORMATS, Scales
-from quads.quant.matmul import SiteSpec, allocate, grouped_linear, linear, quantize_activation, widen
+from quads.quant.matmul import SiteSpec, allocate, grouped_linear, linear, quantize_activation, wide_dtype, widen
 from quads.quant.tensor import QuantizedTensor
 from quads.rollout.vllm.loading import GroupLoader, Member, Part, PlainLoader
 
@@ -117,7 +117,7 @@ class ReferenceSite:
     def wide(self) -> Tensor:
         """The values that are multiplied; on a CPU decoded once a load, as decoding takes longer than multiplying."""
         if self._wide is None:
-            wide = widen(self.stored)
+            wide = widen(self.stored, wide_dtype(self.stored.device))
             if wide.device.type != "cpu":
                 return wide
             self._wide = wide
