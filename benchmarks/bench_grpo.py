@@ -32,7 +32,7 @@ from quads.model.config import ARCHITECTURES
 from quads.rl.advantage import group_advantages
 from quads.run.checkpoint import Checkpointer
 from quads.run.folder import read_rows
-from quads.run.measure import peak_memory_gib
+from quads.run.measure import peak_resident_gib
 
 STAND_IN = {
     "task.train": '["sums"]',
@@ -57,8 +57,10 @@ ROWS = {
     "response, tokens": "response/length_mean",
     "gap, mean": "mismatch/logprob_abs_mean",
     "gradient norm": "train/grad_norm",
-    "peak memory of the first process, GiB": "memory/peak_gib",
-    "its estimate, GiB": "memory/estimate_gib",
+    "GPU memory in use, rollout, GiB": "memory/rollout_gib",
+    "sync, GiB": "memory/sync_gib",
+    "learn, GiB": "memory/learn_gib",
+    "estimate of the largest, GiB": "memory/estimate_gib",
 }
 
 
@@ -114,7 +116,7 @@ def main(argv: list[str]) -> None:
     for name, key in ROWS.items():
         if all(key in row for row in steady):  # no MFU on a CPU
             print(f"| {name} | {statistics.median(row[key] for row in steady):.4g} |")
-    print(f"| peak CPU memory of the first process, GiB | {peak_memory_gib(torch.device('cpu')):.4g} |")
+    print(f"| peak CPU memory of the first process, GiB | {peak_resident_gib():.4g} |")
     for name, seconds in saves.items():
         print(f"| checkpoint: {name}, s | {sum(seconds):.4g} |")
 

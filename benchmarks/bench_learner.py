@@ -194,7 +194,7 @@ def report(
         config, spec, RolloutSettings(), tokens, torch.bfloat16, parallel, world.size, all_gather, accumulated=False
     )
     estimate = estimate_memory(shape)
-    learner_gib = estimate.total - estimate.parts["engine weights"] - estimate.parts["KV cache"]
+    learner_gib = estimate.of("learn") - estimate.phases["learn"].get("engine weights", 0.0)
     print(
         f"| {case} | {step_s:.3f} | {tokens_per_s:,.0f} | {tflops:.0f} | {tflops / 989:.1%} / {tflops / 789:.1%} "
         f"| {requantize_s:.3f} | {peak:.0f} ({learner_gib:.0f}) |"

@@ -69,7 +69,11 @@ class Parts:
     estimate: MemoryEstimate
 
     def sync(self, version: int) -> None:
-        """Ship the learner's weights to the engine and wake it; with rollout.verify_sync compare every tensor."""
+        """Ship the learner's weights to the engine and wake it; with rollout.verify_sync compare every tensor.
+
+        Gradients go first: until the next update their memory is the engine's.
+        """
+        self.learner.optimizer.zero_grad(set_to_none=True)
         sync(self.learner.model, self.engine, self.spec, version, verify=self.cfg.rollout.verify_sync)
         self.engine.wake()
 

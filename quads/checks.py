@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+from dataclasses import replace
 
 import torch
 
@@ -31,6 +32,8 @@ def check_run_memory(cfg: Config, model_config: ModelConfig, spec: QuantSpec, wo
         device_type=world.device.type,
         moments=cfg.optim.moments,
     )
+    if world.device.type == "cuda":
+        shape = replace(shape, device_bytes=torch.cuda.get_device_properties(world.device).total_memory)
     estimate = estimate_memory(shape)
     world.print(format_estimate(estimate))
     check_memory(estimate, world.device, processes_of_this_machine())

@@ -1,4 +1,8 @@
-"""Memory of one process, estimated from shapes alone, so that a run that cannot fit stops before it allocates.
+"""Memory of one process by phase, estimated from shapes alone, so that a run that cannot fit stops before it allocates.
+
+A step has three phases that never overlap: the rollout holds the engine with its KV cache, the sync the engine's
+weights, an update activations and gradients. What the learner keeps is there in all of them, and the largest phase
+counts. (An evaluation is a rollout; a save needs nothing more.)
 
 What FSDP shards is divided by the number of shards. What an update needs beside weights and optimizer state is counted
 at the largest of its three peaks:
@@ -26,15 +30,33 @@ GIB = 2**30
 MOMENT_BYTES = {"float32": 8.0, "8bit": 2.0 + 8 / 256, "cpu": 0.0}  # both moments of a parameter, on a GPU
 
 
+KEPT_CACHE = 0.02  # of the GPU's memory: up to this size the native engine keeps its KV cache while it sleeps
+
+
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """GiB on one device, by what holds them."""
+    """GiB on one device, by phase and by what holds them. A part is equally large in every phase that has it."""
 
-    parts: dict[str, float]
+    phases: dict[str, dict[str, float]]
+
+    def of(self, phase: str) -> float:
+        """GiB of one phase."""
+        return sum(self.phases[phase].values())
+
+    @property
+    def largest(self) -> str:
+        """The phase that decides whether the run fits."""
+        return max(self.phases, key=self.of)
 
     @property
     def total(self) -> float:
-        return sum(self.parts.values())
+        """GiB of the largest phase."""
+        return self.of(self.largest)
+
+    @property
+    def parts(self) -> dict[str, float]:
+        """Everything that is there in some phase. Its sum is more than any moment needs."""
+        return {name: gib for phase in self.phases.values() for name, gib in phase.items()}
 
 
 @dataclass(frozen=True)
@@ -52,6 +74,7 @@ class ProcessShape:
     device_type: str = "cuda"
     moments: str = "float32"  # [optim] moments
     held: int | None = None  # parameters that this process holds, where an equal share is not exact
+    device_bytes: float = 139.8 * GIB  # memory of the GPU; an H200
     accumulated: bool = True  # False if one micro-batch makes an update: activations and gradients never peak together
 
     @property
@@ -78,9 +101,9 @@ def kv_cache_bytes(config: ModelConfig, slots: int, max_len: int, element_bytes:
 
 
 def estimate_memory(run: ProcessShape) -> MemoryEstimate:
-    """The learner (fp32 master, gradients, two Adam moments, its quantized weights), what a forward and backward
-    need, the engine and its KV cache. Where no kernel multiplies, the native engine keeps the values of quantized
-    weights as well, on a CPU in float64; there it keeps keys and values in float64 in fp32 runs.
+    """The learner (fp32 master, two Adam moments, its quantized weights), in an update what forward and backward need,
+    the engine and its KV cache. Where no kernel multiplies, the native engine keeps the values of quantized weights as
+    well, on a CPU in float64; there it keeps keys and values in float64 in fp32 runs.
     """
     spec, rollout, local, shards = run.spec, run.rollout, run.local_parameters, run.shards
     total, targeted = run.model.num_parameters()[0], targeted_parameters(run.model, spec.targets)
@@ -97,20 +120,39 @@ def estimate_memory(run: ProcessShape) -> MemoryEstimate:
         engine_weight += 4.0 if rolled_out.residual or compute == 4 else 2.0
     learner_copy = 0.0 if spec.learner_weights == "bf16" else per_weight[spec.learner_weights]
     slot_length = rollout.max_prompt_tokens + rollout.max_new_tokens
-    kv_cache = kv_cache_bytes(run.model, rollout.max_batch, slot_length, cached)
-    sizes = {
+    kv_cache = float(kv_cache_bytes(run.model, rollout.max_batch, slot_length, cached)) / rollout.tensor_parallel
+    if rollout.engine == "vllm" and rollout.gpu_memory_gib:
+        kv_cache = rollout.gpu_memory_gib * GIB
+    kept = {
         "master weights": 4.0 * local,
         "Adam moments": (8.0 if run.device_type == "cpu" else MOMENT_BYTES[run.moments]) * local,
         "learner's quantized weights": learner_copy * targeted / shards,
-        **update_peak(run),
-        "engine weights": (engine_weight * targeted + compute * (total - targeted)) / rollout.tensor_parallel,
-        "KV cache": float(kv_cache) / rollout.tensor_parallel,
     }
-    if rollout.engine == "vllm" and rollout.gpu_memory_gib:
-        sizes["KV cache"] = rollout.gpu_memory_gib * GIB
     if run.rl.kl_coef > 0:
-        sizes["reference model"] = (4.0 * total + learner_copy * targeted) / shards
-    return MemoryEstimate({name: size / GIB for name, size in sizes.items()})
+        kept["reference model"] = (4.0 * total + learner_copy * targeted) / shards
+    engine = {"engine weights": (engine_weight * targeted + compute * (total - targeted)) / rollout.tensor_parallel}
+    cache = {"KV cache": kv_cache}
+    # vLLM sleeps without its weights on a GPU; on a CPU it keeps everything. The native engine keeps its weights, and a
+    # small cache that CUDA graphs point into.
+    gpu, vllm = run.device_type == "cuda", rollout.engine == "vllm"
+    asleep = {} if vllm and gpu else engine
+    if (vllm and not gpu) or (gpu and not vllm and rollout.cuda_graphs and kv_cache <= KEPT_CACHE * run.device_bytes):
+        asleep = asleep | cache
+    phases = {
+        "rollout": {**kept, **engine, **cache},
+        "sync": {**kept, **engine, **(asleep if not vllm else {}), "a tensor on its way": largest_tensor_bytes(run)},
+        "learn": {**kept, **update_peak(run), **asleep},
+    }
+    return MemoryEstimate({name: {part: size / GIB for part, size in parts.items()} for name, parts in phases.items()})
+
+
+def largest_tensor_bytes(run: ProcessShape) -> float:
+    """The largest matrix as the sync ships it, whole: w13 or w2 of all experts of a layer packed, or the embedding."""
+    counts, word = run.model.parts(), precision(run.spec.rollout, run.spec.format).weights
+    bits = (
+        FORMATS[word].bits_per_weight if word in FORMATS and "experts" in run.spec.targets else 8 * run.dtype.itemsize
+    )
+    return max(run.model.num_experts * counts.w13 * bits / 8, float(counts.head * run.dtype.itemsize))
 
 
 @dataclass(frozen=True)
@@ -208,8 +250,10 @@ def available_gib(device: torch.device) -> float:
 
 
 def format_estimate(estimate: MemoryEstimate) -> str:
-    parts = ", ".join(f"{name} {gib:.2f}" for name, gib in estimate.parts.items())
-    return f"memory estimate {estimate.total:.2f} GiB: {parts}"
+    """A line: the phases, and what holds the memory of the largest."""
+    phases = ", ".join(f"{name} {estimate.of(name):.2f}" for name in estimate.phases)
+    parts = ", ".join(f"{name} {gib:.2f}" for name, gib in estimate.phases[estimate.largest].items())
+    return f"memory estimate {estimate.total:.2f} GiB ({phases}); {estimate.largest}: {parts}"
 
 
 def check_memory(estimate: MemoryEstimate, device: torch.device, processes_here: int = 1) -> None:
@@ -220,9 +264,10 @@ def check_memory(estimate: MemoryEstimate, device: torch.device, processes_here:
     free = available_gib(device) / (1 if device.type == "cuda" else processes_here)
     if estimate.total <= free:
         return
-    largest = sorted(estimate.parts.items(), key=lambda item: -item[1])[:3]
+    largest = sorted(estimate.phases[estimate.largest].items(), key=lambda item: -item[1])[:3]
     raise UserError(
-        f"the run needs about {estimate.total:.1f} GiB on {device} but {free:.1f} GiB are free; largest: "
+        f"the run needs about {estimate.total:.1f} GiB on {device} but {free:.1f} GiB are free; largest, in phase "
+        f"{estimate.largest}: "
         + ", ".join(f"{name} {gib:.1f}" for name, gib in largest)
         + ". Lower rollout.max_batch or max_new_tokens (KV cache), rl.microbatch_tokens (activations), "
         "or use more processes (torchrun --nproc_per_node=N)"

@@ -23,7 +23,7 @@ from tqdm import tqdm
 from quads.config import Config
 from quads.errors import UserError
 from quads.run.folder import open_run_folder
-from quads.run.measure import Timers, peak_memory_gib
+from quads.run.measure import Timers
 from quads.run.tensorboard import EventFile
 from quads.types import Completion, Example
 
@@ -99,8 +99,8 @@ class RunLog:
         return self._timers.seconds(name)
 
     def write(self, step: int, metrics: dict[str, float]) -> None:
-        """End the step: add its times and peak memory, and write the row everywhere."""
-        row = {"step": step, **metrics, **self._timers.metrics(), "memory/peak_gib": peak_memory_gib(self._device)}
+        """End the step: add the times and the memory of its phases, and write the row everywhere."""
+        row = {"step": step, **metrics, **self._timers.metrics()}
         self._timers.reset()
         if not self._is_main:
             return

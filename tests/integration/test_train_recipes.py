@@ -20,7 +20,7 @@ step reward/mean reward/std response/length_mean response/truncated_frac
 mismatch/logprob_abs_max mismatch/logprob_abs_mean mismatch/logprob_abs_p99 mismatch/kl_k3 mismatch/nonfinite_tokens
 policy/ratio_clip_frac policy/entropy group/zero_std_frac train/loss train/grad_norm train/lr policy/version
 time/rollout_s time/reward_s time/learn_s time/sync_s time/eval_s time/step_s
-rollout/tokens_per_s learn/tokens_per_s memory/peak_gib
+rollout/tokens_per_s learn/tokens_per_s memory/rollout_gib memory/learn_gib memory/sync_gib
 """.split()
 # Both sides compute the same numbers in another order: float32 sums of the learner against float64 of the engine.
 ROUNDING = 1e-5

@@ -6,7 +6,11 @@ import pytest
 import torch
 
 from quads.config.sections import ParallelSettings, QuantSettings, RLSettings, RolloutSettings
+<<<<<<< HEAD
 from quads.memory import GIB, ProcessShape, estimate_memory, targeted_parameters
+=======
+from quads.memory import GIB, MemoryEstimate, ProcessShape, estimate_memory, format_estimate
+>>>>>>> 439f4aa (Memory by phase, and a planner of long answers: KV capacity, context, the tail, the exchange, what would help most)
 from quads.model.config import ARCHITECTURES
 from quads.quant.recipes import resolve
 from tests.rollout_models import CONFIG, make_engine
@@ -51,7 +55,8 @@ def test_the_reference_model_counts() -> None:
     spec = resolve(QuantSettings(recipe="bf16"))
     shapes = [ProcessShape(CONFIG, spec, ROLLOUT, RLSettings(kl_coef=kl), torch.bfloat16) for kl in (0.0, 0.1)]
     plain, with_kl = map(estimate_memory, shapes)
-    assert (with_kl.total - plain.total) * GIB == pytest.approx(4 * CONFIG.num_parameters()[0])
+    for phase in ("rollout", "sync", "learn"):
+        assert (with_kl.of(phase) - plain.of(phase)) * GIB == pytest.approx(4 * CONFIG.num_parameters()[0])
 
 
 # benchmarks/results: GPUs, layers of the 25.5B shape, recipe, tokens, checkpointing, compile, gathers -> GiB allocated
@@ -81,11 +86,42 @@ def test_learner_peaks_measured_on_h200s(row: tuple) -> None:
             accumulated=False,
         )
     )
-    learner = estimate.total - estimate.parts["engine weights"] - estimate.parts["KV cache"]
+    learner = estimate.of("learn") - estimate.phases["learn"]["engine weights"]
     assert learner == pytest.approx(measured, rel=0.05)  # the aim is 0.1
 
 
 def test_gradients_of_earlier_microbatches_count() -> None:
     args = (ARCHITECTURES["moe25b_a3b"], resolve(QuantSettings(recipe="bf16")), ROLLOUT, RLSettings(), torch.bfloat16)
     first, later = (estimate_memory(ProcessShape(*args, accumulated=accumulated)) for accumulated in (False, True))
-    assert later.total > first.total and later.parts["gradients"] == later.parts["master weights"]
+    assert later.of("learn") > first.of("learn") and later.parts["gradients"] == later.parts["master weights"]
+
+
+def phases(engine: str, device: str, gib: float = 0.0, device_gib: float = 139.8) -> dict[str, dict[str, float]]:
+    model, spec = ARCHITECTURES["moe25b_a3b"], resolve(QuantSettings(recipe="quads"))
+    rollout = RolloutSettings(engine=engine, gpu_memory_gib=gib, max_batch=1, max_prompt_tokens=64, max_new_tokens=64)
+    shape = ProcessShape(model, spec, rollout, RLSettings(), torch.bfloat16, device_type=device)
+    return estimate_memory(replace(shape, device_bytes=device_gib * GIB)).phases
+
+
+def test_what_never_coexists_is_not_added_up() -> None:
+    vllm = phases("vllm", "cuda", gib=48.0)
+    assert vllm["rollout"]["KV cache"] == 48.0 and "KV cache" not in vllm["sync"] and "gradients" not in vllm["rollout"]
+    assert not {"KV cache", "engine weights"} & vllm["learn"].keys()  # it sleeps without either
+    for phase in vllm.values():
+        assert {"master weights", "Adam moments", "learner's quantized weights"} <= phase.keys()
+    assert {"KV cache", "engine weights"} <= phases("vllm", "cpu", gib=1.0)["learn"].keys()  # on a CPU it cannot sleep
+
+
+def test_a_small_cache_of_the_native_engine_stays_with_its_graphs() -> None:
+    size = phases("native", "cuda")["rollout"]["KV cache"]
+    assert "KV cache" in phases("native", "cuda")["learn"]
+    assert "KV cache" not in phases("native", "cuda", device_gib=size * 49)["learn"]
+    assert "KV cache" not in phases("native", "cpu")["learn"] and "engine weights" in phases("native", "cpu")["learn"]
+
+
+def test_the_largest_phase_counts() -> None:
+    estimate = MemoryEstimate({"rollout": {"a": 1.0, "b": 4.0}, "learn": {"a": 1.0, "c": 3.0}})
+    assert (estimate.largest, estimate.total, estimate.of("learn")) == ("rollout", 5.0, 4.0)
+    assert estimate.parts == {"a": 1.0, "b": 4.0, "c": 3.0}
+    line = format_estimate(estimate)
+    assert "5.00 GiB (rollout 5.00, learn 4.00); rollout: a 1.00, b 4.00" in line

@@ -16,7 +16,7 @@ from quads.config.sections import LogSettings, TrainSettings
 from quads.errors import UserError
 from quads.model.config import ModelConfig
 from quads.run.folder import git_commit, open_run_folder, read_rows
-from quads.run.measure import Timers, mfu, peak_memory_gib
+from quads.run.measure import Timers, mfu, peak_resident_gib
 from quads.run.metrics import RunLog, console_line
 from quads.types import Completion, Example
 from tests.helpers import run_command
@@ -45,7 +45,7 @@ def test_a_row_is_one_json_object_with_null_for_what_is_not_finite(tmp_path: Pat
     row = json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
     assert (row["step"], row["a/nan"], row["a/inf"], row["a/tensor"], row["a/int"]) == (7, None, None, 2.5, 3)
     assert 0.02 <= row["time/rollout_s"] <= row["time/step_s"] < 1
-    assert row["memory/peak_gib"] > 0.05  # this process holds torch
+    assert row["memory/rollout_gib"] > 0.05  # this process holds torch
     log.write(8, {})
     assert "time/rollout_s" not in read_rows(tmp_path / "metrics.jsonl")[1]
     log.close()
@@ -114,6 +114,7 @@ def test_wandb_is_imported_only_when_asked_for(tmp_path: Path, monkeypatch: pyte
 
 def test_other_processes_keep_time_and_write_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(builtins, "open", lambda *args, **kwargs: pytest.fail("a second process opened a file"))
+    monkeypatch.setattr("quads.run.measure.used_memory_gib", lambda device: 1.5)  # opens /proc/self/statm
     log = RunLog(tmp_path / "out", QUIET, is_main=False)
     with log.timer("learn"):
         pass
@@ -132,11 +133,12 @@ def test_console_line_shows_what_the_row_has() -> None:
 def test_phases_add_up_and_the_clock_starts_with_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter([10.0, 11.0, 15.0, 17.0, 20.0])  # two phases of 1 s and 2 s, 4 s apart; 3 s later the step ends
     monkeypatch.setattr("quads.run.measure.time.perf_counter", lambda: next(clock))
+    monkeypatch.setattr("quads.run.measure.used_memory_gib", lambda device: 1.5)
     timers = Timers(torch.device("cpu"))
     for _ in range(2):
         with timers.phase("learn"):
             pass
-    assert timers.metrics() == {"time/learn_s": 3.0, "time/step_s": 10.0}
+    assert timers.metrics() == {"time/learn_s": 3.0, "time/step_s": 10.0, "memory/learn_gib": 1.5}
     timers.reset()
     assert timers.metrics() == {"time/step_s": 0.0}
 
@@ -157,8 +159,20 @@ def test_flops_against_a_hand_count_and_mfu_of_known_gpus(monkeypatch: pytest.Mo
         assert mfu(1e14, torch.device("cuda")) == expected
 
 
-def test_peak_memory_of_a_process_on_a_cpu() -> None:
-    assert 0.05 < peak_memory_gib(torch.device("cpu")) < 1000
+def test_memory_of_a_phase_is_the_most_while_it_lasted() -> None:
+    timers = Timers(torch.device("cpu"))
+    with timers.phase("small"):
+        pass
+    with timers.phase("large"):
+        held = torch.ones(64 * 2**20)  # 256 MiB
+        time.sleep(0.3)
+        del held
+    with timers.phase("after"):
+        pass
+    gib = {name: timers.metrics()[f"memory/{name}_gib"] for name in ("small", "large", "after")}
+    assert gib["large"] - gib["small"] == pytest.approx(0.25, abs=0.05)
+    assert gib["large"] - gib["after"] == pytest.approx(0.25, abs=0.05)
+    assert 0.05 < gib["after"] <= peak_resident_gib() + 0.01 < 1000
 
 
 def test_rows_are_cut_at_newlines_alone_and_within_a_character(tmp_path: Path) -> None:

@@ -10,7 +10,9 @@ from quads.config.sections import ParallelSettings, QuantSettings, RLSettings, R
 from quads.errors import UserError
 from quads.memory import GIB, ProcessShape, check_memory, estimate_memory, layer_activations
 from quads.model.config import ARCHITECTURES
-from quads.plan import count_local_sizes, describe, main, make_plan, rollout_rate, ways_to_fit
+from quads.plan.__main__ import describe, main
+from quads.plan.arrangement import count_local_sizes, make_plan, ways_to_fit
+from quads.plan.step_time import Workload
 from quads.quant.recipes import resolve
 
 MOE25B = ARCHITECTURES["moe25b_a3b"]
@@ -20,8 +22,11 @@ def config(*overrides):
     return load_config(["--config", "configs/moe25b_quads.toml", *overrides])
 
 
+WORK = Workload(256 * [8192], 384, 8)
+
+
 def plan(cfg, gpus):
-    return make_plan(cfg, MOE25B, gpus, count_local_sizes(cfg, MOE25B, gpus))
+    return make_plan(cfg, MOE25B, gpus, count_local_sizes(cfg, MOE25B, gpus), 139.8)
 
 
 @pytest.mark.parametrize(
@@ -75,15 +80,15 @@ def test_gathering_bf16_keeps_a_quantized_copy_of_every_layer():
 def test_what_does_not_fit_says_what_would():
     cfg = config("--parallel.activation_checkpointing", "none")
     too_large = plan(cfg, 16)
-    text = describe(cfg, MOE25B, too_large, 139.8, 8192)
+    text = describe(cfg, MOE25B, too_large, 139.8, WORK)
     assert "DOES NOT FIT" in text and "on 16 GPUs: --parallel.activation_checkpointing full" in text
     assert ways_to_fit(cfg, MOE25B, too_large, 1.0) == []
-    assert "no setting that this plan knows" in describe(cfg, MOE25B, too_large, 1.0, 8192)
+    assert "no setting that this plan knows" in describe(cfg, MOE25B, too_large, 1.0, WORK)
 
 
 def test_impossible_arrangements_are_named():
-    with pytest.raises(UserError, match="do not fit 8 processes"):
-        count_local_sizes(config(), MOE25B, 8)
+    with pytest.raises(UserError, match="do not fit 4 processes"):
+        count_local_sizes(config(), MOE25B, 4)
     with pytest.raises(UserError, match="cannot be split evenly over 48"):
         count_local_sizes(config("--parallel.ep", "3", "--rl.group_size", "10"), MOE25B, 48)
     with pytest.raises(UserError, match="prompts_per_step = 8 is fewer than the 16 processes"):
@@ -96,16 +101,9 @@ def test_page_locked_moments_are_rounded_up_to_powers_of_two():
     """On two H200s 8 layers took 57 GiB of CPU memory in both processes (benchmarks/results/grpo_h200x2_202611.md)."""
     cfg = config("--parallel.ep", "2")
     eight = replace(MOE25B, num_layers=8)
-    plan = make_plan(cfg, eight, 2, count_local_sizes(cfg, eight, 2))
+    plan = make_plan(cfg, eight, 2, count_local_sizes(cfg, eight, 2), 139.8)
     assert 2 * plan.page_locked_gib == pytest.approx(57, abs=0.5)
     assert replace(plan, local_sizes=[3 << 20, 1, 0]).page_locked_gib * GIB == 2 * ((16 << 20) + 4)
-
-
-def test_rollout_rate_follows_the_table():
-    assert rollout_rate("bf16", 64, MOE25B) == pytest.approx(4051, rel=0.02)
-    assert rollout_rate("bf16", 4, MOE25B) == pytest.approx(1456 / 4, rel=0.02)
-    assert rollout_rate("fp8", 1000, MOE25B) == pytest.approx(15845, rel=0.02)
-    assert rollout_rate("w4a4_residual", 160, MOE25B) == pytest.approx((8017 + 16715) / 2, rel=0.02)
 
 
 def test_command(capsys):
@@ -113,8 +111,8 @@ def test_command(capsys):
     assert main(["--config", "configs/moe25b_quads.toml", "--gpus", "16"]) == 0
     assert time.monotonic() - start < 10
     out = capsys.readouterr().out
-    assert "1.597B parameters" in out and ": fits" in out and "260 steps" in out
-    assert main(["--config", "configs/moe25b_quads.toml", "--gpus", "16", "--gpu-memory", "80"]) == 1
+    assert "1.597B parameters" in out and ": fits" in out and "260 steps" in out and "what would help most" in out
+    assert main(["--config", "configs/moe25b_quads.toml", "--gpus", "16", "--gpu-memory", "64"]) == 1
     with pytest.raises(SystemExit) as failed:
         main(["--config", "configs/moe25b_quads.toml", "--gpus", "many"])
     assert failed.value.code == 2 and "--gpus many must be a whole number of at least 1" in capsys.readouterr().err
@@ -137,7 +135,8 @@ def test_help_names_the_options_of_the_command(capsys: pytest.CaptureFixture[str
         main(["--help"])
     assert exit_info.value.code == 0
     text = capsys.readouterr().out
-    assert all(option in text for option in ("--gpus N", "--gpu-memory GiB", "--response-tokens N", "--rl.group_size"))
+    for option in ("--gpus N", "--gpu-memory GiB", "--response-tokens N", "--lengths RUN", "--rl.group_size"):
+        assert option in text
 
 
 def test_an_option_and_its_value_may_be_one_word() -> None:

@@ -30,12 +30,10 @@ from quads.quant.sites import SITES
 from quads.rollout.engine import OnGroup, check_request, ignore
 from quads.rollout.native.decode import Decoder, Size
 from quads.rollout.native.generation import Run
-from quads.rollout.native.kv_cache import allocate, describe
+from quads.rollout.native.kv_cache import allocate, describe, is_kept
 from quads.rollout.native.scheduler import Groups
 from quads.rollout.sync import checksum
 from quads.types import Completion, Sampling
-
-KEPT_SHARE = 0.02  # of the GPU's memory: a KV cache up to this size stays, with its graphs, while the engine sleeps
 
 
 class NativeEngine:
@@ -134,18 +132,12 @@ class NativeEngine:
         return {name: checksum(tensor) for name, tensor in named_weights(self.model)}
 
     def sleep(self) -> None:
-        """Free the KV cache and the graphs that point into it, unless it is small (KEPT_SHARE) and has been captured:
-        capturing again would take as long as drawing some dozens of tokens. Weights stay, at their addresses."""
+        """Free the KV cache and the graphs that point into it, unless it is small and has been captured: capturing
+        again would take as long as drawing some dozens of tokens. Weights stay, at their addresses."""
         self._awake = False
-        if self._decoder is not None and not self._kept(self._decoder):
+        decoder = self._decoder
+        if decoder is not None and not (decoder.graphs and is_kept(decoder.cache, self.device)):
             self._decoder = None
-
-    def _kept(self, decoder: Decoder) -> bool:
-        cache = decoder.cache
-        if not decoder.graphs:
-            return False
-        total = torch.cuda.get_device_properties(self.device).total_memory
-        return cache.k.nbytes + cache.v.nbytes <= KEPT_SHARE * total
 
     def wake(self) -> None:
         """Allocate the KV cache again, if it was freed. UserError, before allocating, if it does not fit."""

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from quads.errors import UserError
-from quads.memory import GIB, available_gib, kv_cache_bytes
+from quads.memory import GIB, KEPT_CACHE, available_gib, kv_cache_bytes
 from quads.model.attention import KVCache
 from quads.model.config import ModelConfig
 
@@ -33,6 +33,11 @@ def allocate(config: ModelConfig, slots: int, max_len: int, dtype: torch.dtype, 
         )
     shape = (config.num_layers, slots, max_len, config.num_kv_heads, config.head_dim)
     return KVCache(*(torch.zeros(shape, dtype=dtype, device=device) for _ in range(2)))
+
+
+def is_kept(cache: KVCache, device: torch.device) -> bool:
+    """Whether a GPU is so large that this cache may stay while the engine sleeps."""
+    return cache.k.nbytes + cache.v.nbytes <= KEPT_CACHE * torch.cuda.get_device_properties(device).total_memory
 
 
 def move_slots(cache: KVCache, sources: Tensor, targets: Tensor, length: int) -> None:

@@ -266,6 +266,7 @@ class VLLMEngine:
 
     def _wake(self, part: str) -> None:
         if part in self._asleep:
+            torch.cuda.empty_cache()  # vLLM maps its memory beside torch's allocator, which still holds the learner's
             self._llm.wake_up(tags=[part])
             self._asleep = self._asleep - {part}
 
