@@ -26,11 +26,7 @@ SEEN = {
     "rl": {"base", "config", "model", "quant", "run"},
     "rl/rewards": {"base", "config", "data", "sandbox"},
 }
-<<<<<<< HEAD
-ROOMS = {*SEEN, "lab", "lab/formats", "lab/runs", "lab/report", "lab/smollm2"}
-=======
-ROOMS = {*SEEN, "lab", "lab/runs", "lab/report", "lab/smollm2", "plan"}
->>>>>>> 439f4aa (Memory by phase, and a planner of long answers: KV capacity, context, the tail, the exchange, what would help most)
+ROOMS = {*SEEN, "lab", "lab/formats", "lab/runs", "lab/report", "lab/smollm2", "plan"}
 # Wiring above the rooms, like train.py: may import everything but the lab.
 JOINS = {"assemble.py", "checks.py", "memory.py", "export.py", "plot.py", "rl/evaluate.py"}
 # Arrows that go the other way, each with its reason.

@@ -6,11 +6,7 @@ import pytest
 import torch
 
 from quads.config.sections import ParallelSettings, QuantSettings, RLSettings, RolloutSettings
-<<<<<<< HEAD
-from quads.memory import GIB, ProcessShape, estimate_memory, targeted_parameters
-=======
-from quads.memory import GIB, MemoryEstimate, ProcessShape, estimate_memory, format_estimate
->>>>>>> 439f4aa (Memory by phase, and a planner of long answers: KV capacity, context, the tail, the exchange, what would help most)
+from quads.memory import GIB, MemoryEstimate, ProcessShape, estimate_memory, format_estimate, targeted_parameters
 from quads.model.config import ARCHITECTURES
 from quads.quant.recipes import resolve
 from tests.rollout_models import CONFIG, make_engine
