@@ -100,7 +100,7 @@ def train_step(
         share = world.share(len(batch))
         examples = [batch[p] for p in share]
         seeds = parts.request_seeds(f"rollout/{step}", share, rl.group_size)
-        sampling = parts.sampling(cfg.rollout.temperature)
+        sampling = parts.sampling(cfg.rollout.temperature, rl.score_centering)
         prompts = [e.prompt_ids for e in examples]
         grading = parts.grading(examples, truncated=False)  # a response that was cut is worth 0, or left out below
         groups = parts.engine.generate(

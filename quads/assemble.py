@@ -77,9 +77,9 @@ class Parts:
         sync(self.learner.model, self.engine, self.spec, version, verify=self.cfg.rollout.verify_sync)
         self.engine.wake()
 
-    def sampling(self, temperature: float) -> Sampling:
+    def sampling(self, temperature: float, top_logprobs: int = 0) -> Sampling:
         """Up to rollout.max_new_tokens, ended by any of the tokenizer's stop tokens."""
-        return Sampling(self.cfg.rollout.max_new_tokens, temperature, self.tokenizer.eos_ids)
+        return Sampling(self.cfg.rollout.max_new_tokens, temperature, self.tokenizer.eos_ids, top_logprobs)
 
     def request_seeds(self, purpose: str, prompts: range, samples: int) -> list[int]:
         """The seeds of `samples` responses to each of `prompts`, by number: who draws which does not matter."""
@@ -270,7 +270,8 @@ def build_engine(
         return NativeEngine(model_config, spec, cfg.rollout, dtype, device, report=report)
     from quads.rollout.vllm.engine import VLLMEngine
 
-    return VLLMEngine(model_config, spec, cfg.rollout, dtype, device, routed_experts=cfg.wants_routes, report=report)
+    asked = {"routed_experts": cfg.wants_routes, "top_logprobs": cfg.rl.score_centering}
+    return VLLMEngine(model_config, spec, cfg.rollout, dtype, device, **asked, report=report)
 
 
 def request_seeds(seed: int, purpose: str, prompts: range, samples: int) -> list[int]:

@@ -83,6 +83,11 @@ def check_engine(cfg: Config, model_config: ModelConfig, spec: QuantSpec, world:
     """UserError where the rollout engine cannot do what the config asks, or is not installed. Importing vLLM takes
     long, so this only looks for it."""
     rollout = cfg.rollout
+    if cfg.rl.score_centering > model_config.vocab_size:
+        raise UserError(
+            f"[rl] score_centering = {cfg.rl.score_centering} is more than the model's vocabulary of "
+            f"{model_config.vocab_size} tokens; lower it"
+        )
     if rollout.tensor_parallel > 1 and rollout.engine != "vllm":
         raise UserError(
             f"[rollout] tensor_parallel = {rollout.tensor_parallel} needs engine = 'vllm'; each process of the "

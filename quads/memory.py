@@ -186,6 +186,11 @@ def layer_activations(config: ModelConfig, checkpointing: str, compiled: bool) -
     )
 
 
+# Of score centering, a token and candidate: its id, two log-probs, two gradients, and five float64 numbers on the way
+# to its coefficient.
+CENTERING_BYTES = 64
+
+
 def logits_bytes(config: ModelConfig, tokens: int, dtype: torch.dtype, device_type: str) -> float:
     """The loss's own memory at its peak: a chunk's logits and their gradient, and the head's gradient in fp32.
 
@@ -225,7 +230,8 @@ def update_peak(run: ProcessShape) -> dict[str, float]:
         "gradients": all_gradients if run.accumulated else 0.0,
         "weights in the compute dtype": float(size * (root + kept_weights)),
         "activations": float(tokens * size * config.num_layers * shape.kept),
-        "logits": logits_bytes(config, tokens, dtype, run.device_type),
+        "logits": logits_bytes(config, tokens, dtype, run.device_type)
+        + float(CENTERING_BYTES * run.rl.score_centering * tokens),
     }
     layer = own_experts + rest
     ahead = 0 if not sharded else rest if owned else layer  # FSDP has gathered the next layer's, too

@@ -17,6 +17,7 @@ class Sampling:
     max_new_tokens: int
     temperature: float = 1.0
     stop_token_ids: tuple[int, ...] = ()
+    top_logprobs: int = 0  # also return the log-probs of this many most likely tokens of each position
 
 
 @dataclass
@@ -31,6 +32,8 @@ class Completion:
     finish_reason: Literal["stop", "length"]
     policy_version: int  # the weights that drew it
     routed_experts: "Tensor | None" = None  # int16 [len(prompt) + N - 1, num_layers, top_k]
+    top_ids: "Tensor | None" = None  # int32 [N, k], the k most likely tokens of each position, best first
+    top_logprobs: "Tensor | None" = None  # fp32 [N, k], theirs, of the distribution the token was drawn from
 
 
 @dataclass

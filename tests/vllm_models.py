@@ -47,13 +47,12 @@ def make_learner(seed: int = 3, spec: QuantSpec | None = None, config: ModelConf
     return model
 
 
-def make_vllm(spec: QuantSpec, config: ModelConfig = CONFIG, **options: Any) -> Any:
+def make_vllm(spec: QuantSpec, config: ModelConfig = CONFIG, top_logprobs: int = 0, **options: Any) -> Any:
     """A VLLMEngine without weights. Imported late: vLLM is an extra."""
     from quads.rollout.vllm.engine import VLLMEngine
 
-    return VLLMEngine(
-        config, spec, SETTINGS, torch.float32, CPU, report=lambda text: None, llm_options=LLM_OPTIONS | options
-    )
+    asked = {"top_logprobs": top_logprobs, "llm_options": LLM_OPTIONS | options}
+    return VLLMEngine(config, spec, SETTINGS, torch.float32, CPU, report=lambda text: None, **asked)
 
 
 def make_native(learner: MoEDecoder, spec: QuantSpec) -> NativeEngine:

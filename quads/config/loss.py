@@ -21,6 +21,16 @@ def check_loss(rl: RLSettings) -> None:
             f'[rl] correction_level = "{rl.correction_level}" has no correction to act on; set old_logprobs = '
             '"learner" and correction, or leave it at "token"'
         )
+    if rl.score_centering and not (rl.old_logprobs == "learner" and rl.correction_level == "token"):
+        raise UserError(
+            f'[rl] score_centering = {rl.score_centering} needs old_logprobs = "learner" and correction_level = '
+            '"token": it centers what the weights of single tokens leave'
+        )
+    if rl.score_centering and rl.surrogate == "tbpo":
+        raise UserError(
+            f'[rl] score_centering = {rl.score_centering} does not fit surrogate = "tbpo", whose ratio is of a whole '
+            "response; keep one"
+        )
     if rl.surrogate == "acr" and not (corrects and rl.correction in ("", "tis")):
         raise UserError(
             '[rl] surrogate = "acr" clips by the truncated weight; it needs old_logprobs = "learner" and '

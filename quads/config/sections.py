@@ -264,6 +264,13 @@ class RLSettings:
     dual_clip: float = key(
         0.0, "a negative advantage counts at most this often, whatever its ratio; above 1, or 0: off", low=0.0, high=1e6
     )
+    score_centering: int = key(
+        0,
+        "subtract what the correction leaves of the expected score, over this many most likely tokens of the rollout, "
+        "whose log-probs the engine then returns (8 bytes each a token; published: 128); 0: off",
+        low=0,
+        high=1_000_000,
+    )
     kl_coef: float = key(
         0.0, "weight of the KL term to the starting model; 0: off, no reference model is kept", low=0.0, high=1e6
     )

@@ -13,7 +13,7 @@ would be off by 0.4 %, far more than the gap between learner and rollout that th
 `token_stats` and `logits_gradient` are what happens to a chunk's logits. On a CUDA GPU they are two Triton kernels
 (logprobs_triton.py), elsewhere the plain functions below.
 
-Shapes: T tokens, H hidden, V vocabulary, C tokens of a chunk.
+Shapes: T tokens, H hidden, V vocabulary, C tokens of a chunk, k candidates of a token.
 """
 
 import importlib
@@ -86,35 +86,54 @@ def _gradient(logits_CV: Tensor, *args: Any) -> Tensor:
 
 
 class _TokenLogprobs(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, hidden_TH: Tensor, weight_VH: Tensor, targets_T: Tensor, temperature: float, chunk: int
-    ) -> tuple[Tensor, Tensor]:
-        weight = weight_VH.to(hidden_TH.dtype)
-        stats = [
-            _stats(output_logits(hidden_CH, weight), targets_C, temperature)
-            for hidden_CH, targets_C in zip(hidden_TH.split(chunk), targets_T.split(chunk), strict=True)
-        ]
-        logprobs_T, entropy_T, normalizer_T = (torch.cat(parts) for parts in zip(*stats, strict=True))
-        ctx.save_for_backward(hidden_TH, weight_VH, targets_T, normalizer_T, entropy_T)
-        ctx.temperature, ctx.chunk = temperature, chunk
-        return logprobs_T, entropy_T
+    """(log-probs, entropies, log-probs of the candidates); k may be 0."""
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
-        hidden_TH, weight_VH, targets_T, normalizer_T, entropy_T = ctx.saved_tensors
+    def forward(
+        ctx: Any,
+        hidden_TH: Tensor,
+        weight_VH: Tensor,
+        targets_T: Tensor,
+        candidates_Tk: Tensor,
+        temperature: float,
+        chunk: int,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        weight = weight_VH.to(hidden_TH.dtype)
+        parts = []
+        for chunks in zip(hidden_TH.split(chunk), targets_T.split(chunk), candidates_Tk.split(chunk), strict=True):
+            hidden_CH, targets_C, candidates_Ck = chunks
+            logits_CV = output_logits(hidden_CH, weight)
+            logprobs_C, entropy_C, normalizer_C = _stats(logits_CV, targets_C, temperature)
+            candidate_logprobs_Ck = logits_CV.gather(-1, candidates_Ck) / temperature - normalizer_C[:, None]
+            parts.append((logprobs_C, entropy_C, normalizer_C, candidate_logprobs_Ck))
+        logprobs_T, entropy_T, normalizer_T, candidate_logprobs_Tk = map(torch.cat, zip(*parts, strict=True))
+        ctx.save_for_backward(hidden_TH, weight_VH, targets_T, candidates_Tk, normalizer_T, entropy_T)
+        ctx.temperature, ctx.chunk = temperature, chunk
+        return logprobs_T, entropy_T, candidate_logprobs_Tk
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None, None, None]:
+        hidden_TH, weight_VH, targets_T, candidates_Tk, normalizer_T, entropy_T = ctx.saved_tensors
+        grad_logprob_T, grad_entropy_T, grad_candidates_Tk = grads
+        # Every log-prob has the same -p_v in its gradient: what candidates get goes through that of the target, and is
+        # taken back where the target alone gets its own.
+        through_T = grad_candidates_Tk.sum(-1)
         weight = weight_VH.to(hidden_TH.dtype)
         grad_hidden_TH = torch.empty_like(hidden_TH)
         grad_weight_VH = torch.zeros(weight_VH.shape, dtype=normalizer_T.dtype, device=weight_VH.device)
-        per_token = (targets_T, normalizer_T, entropy_T, *grads)
+        per_token = (targets_T, normalizer_T, entropy_T, grad_logprob_T + through_T, grad_entropy_T)
         for start in range(0, hidden_TH.shape[0], ctx.chunk):
             rows = slice(start, start + ctx.chunk)
             hidden_CH, per_row = hidden_TH[rows], [values_T[rows] for values_T in per_token]
             grad_CV = _gradient(output_logits(hidden_CH, weight), *per_row, ctx.temperature, hidden_TH.dtype)
+            if candidates_Tk.shape[1]:
+                add = grad_candidates_Tk[rows] / ctx.temperature, -through_T[rows, None] / ctx.temperature
+                grad_CV.scatter_add_(-1, candidates_Tk[rows], add[0].to(grad_CV.dtype))
+                grad_CV.scatter_add_(-1, targets_T[rows, None], add[1].to(grad_CV.dtype))
             grad_hidden_TH[rows] = grad_CV @ weight
             grad_weight_VH += _product(grad_CV.t(), hidden_CH)
             del grad_CV  # or it is still there when the next chunk's logits are made
-        return grad_hidden_TH, grad_weight_VH.to(weight_VH.dtype), None, None, None
+        return grad_hidden_TH, grad_weight_VH.to(weight_VH.dtype), None, None, None, None
 
 
 def token_logprobs(
@@ -126,7 +145,23 @@ def token_logprobs(
     result is not used. `chunk` is the number of tokens whose logits exist at the same time. Both results are
     differentiable in the hidden states and the weight.
     """
+    none_T0 = targets_T.new_empty(len(targets_T), 0)
+    return candidate_logprobs(hidden_TH, lm_head_weight, targets_T, none_T0, temperature, chunk)[:2]
+
+
+def candidate_logprobs(
+    hidden_TH: Tensor,
+    lm_head_weight: Tensor,
+    targets_T: Tensor,
+    candidates_Tk: Tensor,
+    temperature: float = 1.0,
+    chunk: int = LOGITS_CHUNK,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What `token_logprobs` gives, and the log-probs [T, k] of further tokens of each distribution, from the same
+    logits. candidates_Tk: int64, a row's are distinct. All three are differentiable."""
     if hidden_TH.shape[0] == 0:
         empty = hidden_TH.new_zeros(0, dtype=torch.float64 if hidden_TH.dtype == torch.float64 else torch.float32)
-        return empty, empty.clone()
-    return _TokenLogprobs.apply(hidden_TH, lm_head_weight, targets_T, temperature, chunk)  # type: ignore[return-value]
+        return empty, empty.clone(), empty.new_zeros(0, candidates_Tk.shape[1])
+    return _TokenLogprobs.apply(  # type: ignore[return-value]
+        hidden_TH, lm_head_weight, targets_T, candidates_Tk, temperature, chunk
+    )

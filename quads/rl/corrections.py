@@ -20,6 +20,7 @@ A whole response has the product of its tokens' weights ("sequence"), or their g
 Pure functions. Shape suffixes: N response tokens, S sequences, k candidates of a token. Log-probs are fp32.
 """
 
+from collections.abc import Callable
 from typing import Literal
 
 import torch
@@ -122,11 +123,11 @@ def dual_clip(surrogate_N: Tensor, advantages_N: Tensor, limit: float) -> Tensor
     return torch.where(advantages_N < 0, torch.maximum(surrogate_N, limit * advantages_N), surrogate_N)
 
 
-def centering_coefficients(p_Nk: Tensor, q_Nk: Tensor, cap: float | None) -> Tensor:
+def centering_coefficients(p_Nk: Tensor, q_Nk: Tensor, weight: Callable[[Tensor], Tensor]) -> Tensor:
     """What the log-prob of each candidate is multiplied by in the term that score centering subtracts, fp32 [N, k].
 
     The score of a policy has mean zero under the policy itself, and not under the rollout's. Over the rollout's k most
-    probable tokens H, with w(r) = min(r, cap) (cap None: w = 1, no importance weight):
+    probable tokens H, with the weight w that the sampled token gets, a function of the ratio of the two probabilities:
 
         coefficient = q w(p/q) - alpha p,   alpha = rho w(1/rho),   rho = (1 - sum_H q) / (1 - sum_H p)
 
@@ -134,12 +135,10 @@ def centering_coefficients(p_Nk: Tensor, q_Nk: Tensor, cap: float | None) -> Ten
 
     Args:
         p_Nk, q_Nk: probabilities of the candidates under the learner and the rollout; each row sums to at most 1.
+        weight: w, elementwise: 1 without a correction, min(., cap) for TIS.
     """
     p_Nk, q_Nk = p_Nk.double(), q_Nk.double()
     tiny = torch.finfo(torch.float64).tiny
-
-    def weight(ratio: Tensor) -> Tensor:
-        return torch.ones_like(ratio) if cap is None else ratio.clamp(max=cap)
 
     # A row that lists all tokens has no rest, and rounding may leave a rest below zero: then rho is 1.
     rest_p_N, rest_q_N = (1.0 - p_Nk.sum(-1)).clamp(min=0.0), (1.0 - q_Nk.sum(-1)).clamp(min=0.0)

@@ -18,7 +18,7 @@ from quads.distributed import Distributed
 from quads.errors import UserError
 from quads.model.attention import PackedContext
 from quads.model.finite_weights import first_broken_weight
-from quads.model.logprobs import token_logprobs
+from quads.model.logprobs import candidate_logprobs
 from quads.model.model import MoEDecoder
 from quads.quant.convert import convert_learner
 from quads.quant.masters import requantize
@@ -89,16 +89,21 @@ class Learner:
 
     def forward_logprobs(
         self, model: MoEDecoder, batch: Microbatch, record_routing: bool = False
-    ) -> tuple[Tensor, Tensor, dict[int, Tensor]]:
-        """(log-probs, entropies) of the response tokens, fp32 [N]; the routers' own choices by layer, if recorded."""
+    ) -> tuple[Tensor, Tensor, dict[int, Tensor], Tensor]:
+        """(log-probs, entropies) of the response tokens, fp32 [N]; the routers' own choices by layer, if recorded; the
+        log-probs of the rollout's most likely tokens, fp32 [N, k], k = 0 without score centering."""
         context = PackedContext.build(list(batch.lengths), self.device)
         context.routed_experts = batch.routed_experts_TLA if self.rl.routing_replay else None
         context.record_routing = record_routing
         hidden_TH = model(batch.tokens_T, context)
-        logprobs_N, entropy_N = token_logprobs(
-            hidden_TH[batch.predict_N], model.output_weight(), batch.targets_N, self.temperature
+        candidates_Nk = batch.targets_N.new_empty(len(batch.targets_N), 0)
+        if self.rl.score_centering:
+            assert batch.top_ids_Nk is not None, "score centering needs the engine's top log-probs"
+            candidates_Nk = batch.top_ids_Nk
+        logprobs_N, entropy_N, of_candidates_Nk = candidate_logprobs(
+            hidden_TH[batch.predict_N], model.output_weight(), batch.targets_N, candidates_Nk, self.temperature
         )
-        return logprobs_N, entropy_N, context.recorded
+        return logprobs_N, entropy_N, context.recorded, of_candidates_Nk
 
     @torch.no_grad()
     def add_fixed_logprobs(self, microbatches: Sequence[Microbatch]) -> list[Microbatch]:
@@ -141,8 +146,8 @@ class Learner:
         learner, rollout, finite = [], [], []
         for batch in microbatches:
             recording = batch.routed_experts_TLA is not None
-            logprobs_N, entropy_N, recorded = self.forward_logprobs(self.model, batch, recording)
-            loss, batch_sums = grpo_loss(logprobs_N, batch, self.loss_config, denominator)
+            logprobs_N, entropy_N, recorded, candidates_Nk = self.forward_logprobs(self.model, batch, recording)
+            loss, batch_sums = grpo_loss(logprobs_N, batch, self.loss_config, denominator, candidates_Nk)
             loss.backward()
             sums.add(**batch_sums, loss=loss.detach(), entropy=entropy_N.detach().sum(), entropy_tokens=len(entropy_N))
             if batch.routed_experts_TLA is not None:

@@ -6,7 +6,8 @@
 
 `w_t` is 1 / response length (average per sample, then over samples) or 1 (over tokens); `denominator` counts the whole
 mini-batch over all micro-batches and ranks. `v_t` corrects for a rollout that is not the learner's policy: a function
-of exp(old_t - rollout_t) for old = learner, such as min(., cap), else 1. It and other surrogates: corrections.py.
+of exp(old_t - rollout_t) for old = learner, such as min(., cap), else 1. It and other surrogates are in corrections.py,
+and so is score centering, which adds a term over the rollout's most likely tokens.
 The paper's "cumulative clip range of 90" is read as: the tokens of a response are masked from the point where the
 running product of its ratios leaves [1/90, 90].
 """
@@ -24,6 +25,7 @@ from quads.rl.corrections import (
     Correction,
     Level,
     acr_ceiling,
+    centering_coefficients,
     dual_clip,
     importance_weights,
     log_weights,
@@ -45,6 +47,7 @@ class LossConfig:
     correction: Correction = "none"
     correction_level: Level = "token"
     correction_cap: float = 2.0
+    score_centering: int = 0  # tokens that it sums over; 0 = off
     kl_coef: float = 0.0
 
     @classmethod
@@ -56,15 +59,20 @@ class LossConfig:
 
 
 def grpo_loss(
-    logprobs_N: Tensor, batch: Microbatch, config: LossConfig, denominator: float
+    logprobs_N: Tensor,
+    batch: Microbatch,
+    config: LossConfig,
+    denominator: float,
+    candidate_logprobs_Nk: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Loss of one micro-batch and sums for the metrics of the step.
 
     Args:
         logprobs_N: fp32, the learner's log-probs of `batch.targets_N`, with gradient.
         batch: with `old_logprobs_N` if config.old_logprobs is "learner", `ref_logprobs_N` if config.kl_coef > 0,
-            `ais_share` if config.correction is "ais".
+            `ais_share` if config.correction is "ais", `top_logprobs_Nk` if config.score_centering > 0.
         denominator: of the whole mini-batch, from `pack` (summed over data-parallel ranks).
+        candidate_logprobs_Nk: fp32, the learner's log-probs of `batch.top_ids_Nk`, with gradient, for score centering.
 
     Returns:
         scalar loss (already divided by the denominator: micro-batch losses add up), and detached 0-dim sums: `tokens`
@@ -84,7 +92,7 @@ def grpo_loss(
         masked_N = cumulative_ratio_mask(log_ratio_N.detach(), batch.sequence_N, config.cumulative_ratio_clip)
         weights_N = weights_N.masked_fill(masked_N, 0.0)
     touched = {"cumulative_masked": masked_N}
-    importance_N = torch.ones_like(weights_N)
+    counted_N, importance_N = weights_N, torch.ones_like(weights_N)
     if config.correction != "none":
         level = config.correction_level
         log_weights_N = log_weights(old_N - batch.rollout_logprobs_N, batch.sequence_N, trained_N, level)
@@ -94,6 +102,10 @@ def grpo_loss(
         touched["weight_capped"] = (log_weights_N.exp() > config.correction_cap) & (importance_N > 0.0)
     surrogate_N, touched_by_surrogate = surrogate(log_ratio_N, importance_N, trained_N, batch, config)
     loss = -(weights_N * surrogate_N).sum() / denominator
+    if config.score_centering > 0:
+        assert candidate_logprobs_Nk is not None, "score centering needs the log-probs of the candidates"
+        centered_N = centered_score(candidate_logprobs_Nk, trained_N, batch, config)
+        loss = loss + (counted_N * batch.advantages_N * centered_N).sum() / denominator
 
     kl = logprobs_N.new_zeros(())
     if config.kl_coef > 0:
@@ -103,6 +115,19 @@ def grpo_loss(
         kl = kl_N.detach().sum()
     counts = {name: (where_N & trained_N).sum() for name, where_N in (touched | touched_by_surrogate).items()}
     return loss, counts | {"tokens": trained_N.sum(), "kl": kl}
+
+
+def centered_score(candidate_logprobs_Nk: Tensor, trained_N: Tensor, batch: Microbatch, config: LossConfig) -> Tensor:
+    """What score centering subtracts from a token's score, fp32 [N]: see `centering_coefficients`. They are of the
+    policy as it is now, without gradient; in the first update of a step that is the one that the correction is of."""
+    assert batch.top_logprobs_Nk is not None, "score centering needs the engine's top log-probs"
+
+    def weight(ratio: Tensor) -> Tensor:
+        return importance_weights(ratio.log(), config.correction, config.correction_cap, batch.ais_share)
+
+    p_Nk, q_Nk = candidate_logprobs_Nk.detach().exp(), batch.top_logprobs_Nk.exp()
+    coefficients_Nk = torch.where(trained_N[:, None], centering_coefficients(p_Nk, q_Nk, weight), 0.0)
+    return torch.where(trained_N, (coefficients_Nk * candidate_logprobs_Nk).sum(-1), 0.0)
 
 
 def surrogate(

@@ -57,6 +57,8 @@ class Microbatch:
     routed_experts_TLA: Tensor | None = None  # int64 [T, num_layers, top_k], the rollout's expert choices
     old_logprobs_N: Tensor | None = None  # fp32, the learner's before the update (rl.old_logprobs = "learner")
     ref_logprobs_N: Tensor | None = None  # fp32, the reference policy's (rl.kl_coef > 0)
+    top_ids_Nk: Tensor | None = None  # int64, the k tokens that the rollout found most likely (rl.score_centering)
+    top_logprobs_Nk: Tensor | None = None  # fp32, the engine's log-probs of them
     ais_share: Tensor | None = None  # fp32 [], of the whole mini-batch (rl.correction = "ais")
 
     def to(self, device: torch.device) -> "Microbatch":
@@ -147,7 +149,14 @@ def _pack_group(samples: Sequence[Sample], loss_average: Literal["sample", "toke
         weights_N=weights_N,
         finite_N=finite_N,
         routed_experts_TLA=_pack_routes(samples),
+        top_ids_Nk=_pack_top([s.completion.top_ids for s in samples], torch.int64),
+        top_logprobs_Nk=_pack_top([s.completion.top_logprobs for s in samples], torch.float32),
     )
+
+
+def _pack_top(of_samples: Sequence[Tensor | None], dtype: torch.dtype) -> Tensor | None:
+    rows = [rows for rows in of_samples if rows is not None]
+    return torch.cat(rows).to(dtype) if len(rows) == len(of_samples) else None
 
 
 def _pack_routes(samples: Sequence[Sample]) -> Tensor | None:

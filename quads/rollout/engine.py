@@ -85,6 +85,11 @@ def check_request(
         raise ValueError(f"{len(prompts)} prompts x {n} responses need as many seeds, got {len(seeds)}")
     if sampling.max_new_tokens < 1 or not sampling.temperature >= 0.0:
         raise UserError(f"cannot sample with {sampling}; max_new_tokens must be >= 1 and temperature >= 0")
+    if not 0 <= sampling.top_logprobs <= vocabulary or (sampling.top_logprobs and not sampling.temperature):
+        raise UserError(
+            f"cannot return top_logprobs = {sampling.top_logprobs} at temperature {sampling.temperature}; it is at "
+            f"most the vocabulary of {vocabulary}, and temperature 0 has no distribution to return"
+        )
     longest = max((len(prompt) for prompt in prompts), default=0)
     if longest + sampling.max_new_tokens > max_len:
         raise UserError(

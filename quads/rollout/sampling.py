@@ -64,6 +64,13 @@ def host_uniforms(seeds: list[int], counters: list[int]) -> Tensor:
     return torch.from_numpy((bits_B >> np.uint64(11)).astype(np.float64) * 2.0**-53)
 
 
+def most_likely(logits_BV: Tensor, temperature: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """(ids int32 [B, k], log-probs fp32 [B, k]) of the k most likely tokens, best first, of the distribution that
+    `draw` draws from. temperature: float64 [] above 0."""
+    top = (logits_BV.to(torch.float64) / temperature).log_softmax(-1).topk(k)
+    return top.indices.to(torch.int32), top.values.to(torch.float32)
+
+
 def draw(logits_BV: Tensor, temperature: float | Tensor, uniforms_B: Tensor) -> tuple[Tensor, Tensor]:
     """Returns (tokens int64 [B], their log-probs float64 [B]). A row with NaN gives its last token and log-prob NaN.
 

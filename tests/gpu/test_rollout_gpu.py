@@ -92,7 +92,7 @@ def test_graphs_change_no_bit_and_survive_a_sync(spec: QuantSpec) -> None:
         assert lines[1].startswith("decoding: CUDA graphs" if graphs else "decoding: eager (rollout.cuda_graphs")
     for seed, (temperature, stops, routes) in enumerate(((1.0, (0, 1), False), (0.7, (), True), (0.0, (0, 1), False))):
         learner = make_learner(spec, seed, torch.bfloat16, WIDE).cuda()
-        sampling = Sampling(100, temperature, stops)
+        sampling = Sampling(100, temperature, stops, top_logprobs=5 if routes else 0)
         results = []
         for engine in engines:
             sync(learner, engine, spec, version=seed, verify=True)
@@ -101,6 +101,11 @@ def test_graphs_change_no_bit_and_survive_a_sync(spec: QuantSpec) -> None:
             assert eager.token_ids == graphed.token_ids and eager.logprobs == graphed.logprobs
             if routes:
                 assert torch.equal(eager.routed_experts, graphed.routed_experts)
+                assert torch.equal(eager.top_ids, graphed.top_ids)
+                assert torch.equal(eager.top_logprobs, graphed.top_logprobs)
+                drawn = graphed.top_ids == torch.tensor(graphed.token_ids)[:, None]
+                of_drawn = torch.tensor(graphed.logprobs)[drawn.any(-1)]
+                assert drawn.any() and torch.allclose(graphed.top_logprobs[drawn], of_drawn, atol=1e-6)
         if seed == 1:
             for engine in engines:
                 engine.sleep()

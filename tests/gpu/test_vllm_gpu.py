@@ -64,8 +64,8 @@ def make_vllm(spec: QuantSpec, **options: Any) -> Any:
     from quads.rollout.vllm.engine import VLLMEngine
 
     settings = replace(SETTINGS, gpu_memory_gib=1.0)
-    options = {**GRAPHS, **options}
-    return VLLMEngine(CONFIG, spec, settings, torch.bfloat16, CUDA, routed_experts=True, llm_options=options)
+    asked = {"routed_experts": True, "top_logprobs": 8, "llm_options": {**GRAPHS, **options}}
+    return VLLMEngine(CONFIG, spec, settings, torch.bfloat16, CUDA, **asked)
 
 
 def make_prompts(count: int) -> list[list[int]]:
@@ -103,6 +103,18 @@ def test_logprobs_are_those_of_our_model(pair: Any) -> None:
     gap = mean_gap(native.model, prompts, groups)
     print(f"{precision}: mean gap to the native model {gap:.4f}")
     assert gap < BF16_AGAINST_FP32[precision]
+
+
+def test_asking_for_the_most_likely_tokens_changes_no_draw(pair: Any) -> None:
+    _, _, engine, _ = pair
+    prompts, seeds = make_prompts(5), list(range(5))
+    plain = engine.generate(prompts, 1, SAMPLING, seeds)
+    groups = engine.generate(prompts, 1, replace(SAMPLING, top_logprobs=8), seeds)
+    for (alone,), (c,) in zip(plain, groups, strict=True):
+        assert c.token_ids == alone.token_ids and c.logprobs == alone.logprobs
+        assert (c.top_ids.shape, c.top_logprobs.shape) == ((24, 8), (24, 8))
+        drawn = c.top_ids == torch.tensor(c.token_ids)[:, None]
+        assert drawn.any() and torch.allclose(c.top_logprobs[drawn], torch.tensor(c.logprobs)[drawn.any(-1)], atol=1e-5)
 
 
 def test_a_seed_draws_what_the_native_engine_draws(pair: Any) -> None:

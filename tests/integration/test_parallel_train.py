@@ -16,7 +16,7 @@ VALUES: dict[str, Any] = {
     "rl__minibatch_prompts": 4,
     "rl__old_logprobs": "learner",
     "rl__correction": "ais",  # by the effective sample size of all processes' tokens
-    "rl__correction_level": "sequence",
+    "rl__score_centering": 3,
     "rl__correction_cap": 1.05,
     "rl__routing_replay": "true",
     "rl__kl_coef": 0.1,

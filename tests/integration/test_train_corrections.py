@@ -6,9 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import train
 from quads.quant.recipes import RECIPES
+from quads.rl.learner import Learner
+from quads.rollout.native.engine import NativeEngine
+from quads.types import Completion, Sampling
 from tests.tiny_run import computed, make_world, train_rows
 
 # Two updates a step, so that the second sees ratios off 1; a cap that the gap of this model reaches.
@@ -38,6 +42,9 @@ CASES: dict[str, dict[str, Any]] = {
     **{f"tbpo {word}": words(word, "token", "tbpo") for word in ("none", "tis", "mis", "ais")},
     "dual clip": words("none", dual_clip=1.05),
     "dual clip, acr": words("tis", "token", "acr", 1.05),
+    **{f"centered {word}": words(word) | {"rl__score_centering": 3} for word in ("none", "tis", "mis", "ais")},
+    "centered by all tokens": words("none") | {"rl__score_centering": 4},
+    "centered acr": words("tis", "token", "acr") | {"rl__score_centering": 3},
     "cumulative clip, mis": words("mis") | {"rl__cumulative_ratio_clip": 1.05},
     "the rollout's, tbpo": words("", "token", "tbpo") | {"rl__old_logprobs": "rollout"},
     "the rollout's, dual clip": words("", dual_clip=1.05) | {"rl__old_logprobs": "rollout"},
@@ -81,6 +88,46 @@ def test_no_two_of_them_train_alike(runs: dict[str, list[dict[str, Any]]]) -> No
     """A word that did not reach the loss would leave the run of another."""
     for one, other in itertools.combinations(CASES, 2):
         assert computed(runs[one]) != computed(runs[other]), (one, other)
+
+
+def test_the_rollout_is_asked_for_the_candidates(config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Training rollouts return as many as the key says, evaluations none, and the learner gets what they returned."""
+    generated: list[Completion] = []
+    asked, updated = [], []
+    generate, update = NativeEngine.generate, Learner.update
+
+    def note_request(self: Any, prompts: Any, n: int, sampling: Sampling, seeds: Any, **named: Any) -> Any:
+        groups = generate(self, prompts, n, sampling, seeds, **named)
+        asked.append((n, sampling.top_logprobs))
+        generated.extend(c for group in groups for c in group if sampling.top_logprobs)
+        return groups
+
+    def note_update(self: Learner, microbatches: Any, denominator: float) -> Any:
+        updated.extend(microbatches)
+        return update(self, microbatches, denominator)
+
+    monkeypatch.setattr(NativeEngine, "generate", note_request)
+    monkeypatch.setattr(Learner, "update", note_update)
+    values = COMMON | words("mis") | {"rl__score_centering": 3, "eval__every": 1, "rl__microbatch_tokens": 50}
+    train_rows(config, tmp_path, **values, train__steps=1)
+    assert asked == [(8, 3), (2, 0)] and len(updated) > 4
+
+    def candidates(of: list[Any], ids: str, logprobs: str) -> set[tuple[float, ...]]:
+        return {
+            (*row_ids, *row_logprobs)
+            for one in of
+            for row_ids, row_logprobs in zip(getattr(one, ids).tolist(), getattr(one, logprobs).tolist(), strict=True)
+        }
+
+    packed = candidates(updated, "top_ids_Nk", "top_logprobs_Nk")
+    assert packed == candidates(generated, "top_ids", "top_logprobs")
+    assert sum(len(mb.targets_N) for mb in updated) == sum(len(c.token_ids) for c in generated)
+    for mb in updated:  # where the token that was drawn is among the candidates, so is its log-prob
+        drawn_Nk = mb.top_ids_Nk == mb.targets_N[:, None]
+        assert drawn_Nk.any()
+        torch.testing.assert_close(
+            mb.top_logprobs_Nk[drawn_Nk], mb.rollout_logprobs_N[drawn_Nk.any(-1)], atol=1e-6, rtol=0
+        )
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

@@ -10,6 +10,7 @@ from quads.distributed import agree, in_process_group
 from quads.errors import UserError
 from quads.rollout.sync import sync
 from quads.types import Sampling
+from tests.rollout_models import flat
 from tests.vllm_models import (
     CONFIG,
     CPU,
@@ -26,6 +27,7 @@ from tests.vllm_models import (
 
 pytestmark = pytest.mark.vllm
 
+TOP = 40
 PRECISIONS = ["bf16", "w4a16", "w16a4", "w4a4", "w4a4_residual"]
 
 
@@ -57,7 +59,7 @@ def pair(request: pytest.FixtureRequest) -> Any:
     that a log-prob does not depend on what else is in the batch."""
     spec = spec_of(request.param, selection="token", residual_sites=("w13", "w2", "qkv", "o"))
     learner = make_learner()
-    engine = make_vllm(spec)
+    engine = make_vllm(spec, top_logprobs=TOP)
     sync(learner, engine, spec, version=5, verify=True)  # all bytes equal to the learner's
     yield request.param, engine, make_native(learner, spec)
     engine.close()
@@ -91,6 +93,33 @@ def test_greedy_takes_the_same_tokens_as_the_native_engine(pair: Any) -> None:
     ours, reference = (e.generate(prompts, 1, sampling, [0, 1, 2, 3]) for e in (engine, native))
     assert [g[0].token_ids for g in ours] == [g[0].token_ids for g in reference]
     assert ours[0][0].logprobs == reference[0][0].logprobs == [0.0] * 6
+
+
+def test_the_most_likely_tokens_are_the_native_engine_s(pair: Any) -> None:
+    """At every position of vLLM's responses, as the native engine finds them behind the same tokens."""
+    precision, engine, native = pair
+    prompts, sampling = make_prompts(5), Sampling(9, 0.8, top_logprobs=TOP)
+    groups = engine.generate(prompts, 2, sampling, list(range(10)))
+    assert engine.generate(prompts, 1, Sampling(9, 0.8), list(range(5)))[0][0].top_ids is None
+    gaps = []
+    for prompt, group in zip(prompts, groups, strict=True):
+        for c in group:
+            assert (c.top_ids.shape, c.top_ids.dtype, c.top_logprobs.dtype) == ((9, TOP), torch.int32, torch.float32)
+            until = [prompt + c.token_ids[:i] for i in range(9)]
+            theirs = flat(native.generate(until, 1, Sampling(1, 0.8, top_logprobs=TOP), list(range(9))))
+            logprobs = torch.cat([one.top_logprobs for one in theirs])
+            gaps.append(float((c.top_logprobs - logprobs).abs().max()))
+            if gaps[-1] < LOGPROB_TOLERANCE:  # then those further apart than this come in the same order
+                apart = (logprobs[:, :-1] - logprobs[:, 1:]) > 4 * LOGPROB_TOLERANCE
+                clear = torch.cat([apart, apart[:, :1]], 1) & torch.cat([apart[:, :1], apart], 1)
+                clear[:, -1] = False  # the next one, which is not there, may be as likely
+                assert clear.float().mean() > 0.9
+                assert torch.equal(c.top_ids[clear], torch.cat([one.top_ids for one in theirs])[clear])
+            drawn = c.top_ids == torch.tensor(c.token_ids)[:, None]
+            assert torch.equal(c.top_logprobs[drawn], torch.tensor(c.logprobs)[drawn.any(-1)])
+    assert_same_policy(sorted(gaps), "a4" in precision)
+    with pytest.raises(UserError, match=f"made with top_logprobs = {TOP}, fewer than {TOP + 1}"):
+        engine.generate(prompts, 1, Sampling(9, 0.8, top_logprobs=TOP + 1), list(range(5)))
 
 
 def test_stop_tokens_end_a_response_and_belong_to_it(pair: Any) -> None:

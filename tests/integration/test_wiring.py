@@ -81,6 +81,7 @@ VALUES: dict[str, Any] = {
 
 # Keys that this run cannot show, with the test that does.
 ELSEWHERE = {
+    "rl.score_centering": "tests/integration/test_train_corrections.py::test_the_rollout_is_asked_for_the_candidates",
     "rl.surrogate": "tests/integration/test_train_corrections.py::test_no_two_of_them_train_alike",
     "optim.moments": "tests/unit/test_optimizer.py::test_8bit_moments_stay_near_float32",
     "rollout.engine": "tests/integration/test_vllm_processes.py::test_the_loop_follows_a_moving_policy",
@@ -133,7 +134,7 @@ def run(config: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Simp
                 )
             )
 
-        def note_loss(logprobs_N: Any, batch: Any, config: Any, denominator: float) -> None:
+        def note_loss(logprobs_N: Any, batch: Any, config: Any, denominator: float, *_: Any) -> None:
             seen.losses.append(SimpleNamespace(config=config, old=batch.old_logprobs_N, ref=batch.ref_logprobs_N))
 
         spy(NativeEngine, "generate", note_request)

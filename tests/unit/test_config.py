@@ -132,6 +132,15 @@ def test_resume_alone_means_latest(toml: str) -> None:
             ["--rl.surrogate", "acr", "--rl.old_logprobs", "learner", "--rl.correction", "mis"],
             '"acr" clips by the truncated weight; it needs old_logprobs = "learner" and correction = "tis"',
         ),
+        (["--rl.score_centering", "4"], 'score_centering = 4 needs old_logprobs = "learner" and correction_level ='),
+        (
+            ["--rl.score_centering", "4", "--rl.old_logprobs", "learner", "--rl.correction_level", "sequence"],
+            'score_centering = 4 needs old_logprobs = "learner" and correction_level = "token"',
+        ),
+        (
+            ["--rl.score_centering", "4", "--rl.old_logprobs", "learner", "--rl.surrogate", "tbpo"],
+            'score_centering = 4 does not fit surrogate = "tbpo"',
+        ),
         (["--rl.surrogate", "tbpo", "--rl.dual_clip", "3"], "dual_clip = 3.0 would never act under surrogate"),
         (["--optim.warmup_steps", "8"], "warmup_steps = 8 is more than [train] steps = 7"),
         (["--parallel.fsdp", "3", "--parallel.ep", "2"], "fsdp = 3 must be a multiple of ep = 2"),

@@ -1,9 +1,11 @@
 """Each correction of the loss against its identity, and against numbers worked out by hand."""
 
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
+from torch import Tensor
 
 from quads.rl.corrections import (
     acr_ceiling,
@@ -113,20 +115,33 @@ def test_dual_clip_bounds_negative_advantages_alone() -> None:
     assert dual_clip(surrogate, advantages, 0.0) is surrogate
 
 
+def truncated(cap: float) -> Callable[[Tensor], Tensor]:
+    return lambda ratio: ratio.clamp(max=cap)
+
+
 def test_centering_by_hand() -> None:
     q, p = torch.tensor([[0.5, 0.3]]), torch.tensor([[0.4, 0.4]])
-    torch.testing.assert_close(centering_coefficients(p, q, None), torch.tensor([[0.1, -0.1]]))
-    assert centering_coefficients(q, q, 2.0).abs().max() < 1e-7
+    torch.testing.assert_close(centering_coefficients(p, q, torch.ones_like), torch.tensor([[0.1, -0.1]]))
+    assert centering_coefficients(q, q, truncated(2.0)).abs().max() < 1e-7
     # With the exact importance weight nothing is left to center; truncation leaves 2 q - p where p > 2 q.
-    assert centering_coefficients(p, q, 1e9).abs().max() < 1e-7
-    got = centering_coefficients(torch.tensor([[0.6, 0.2]]), torch.tensor([[0.2, 0.6]]), 2.0)
+    assert centering_coefficients(p, q, truncated(1e9)).abs().max() < 1e-7
+    got = centering_coefficients(torch.tensor([[0.6, 0.2]]), torch.tensor([[0.2, 0.6]]), truncated(2.0))
     torch.testing.assert_close(got, torch.tensor([[0.4 - 0.6, 0.2 - 0.2]]))
+
+
+def test_centering_lets_the_rest_be_off_as_a_whole() -> None:
+    """rho = (1 - .5) / (1 - .8) = 2.5, w(1 / rho) = .4: alpha = 1."""
+    p, q = torch.tensor([[0.5, 0.3]]), torch.tensor([[0.3, 0.2]])
+    got = centering_coefficients(p, q, truncated(1.2))
+    torch.testing.assert_close(got, torch.tensor([[0.3 * 1.2 - 0.5, 0.2 * 1.2 - 0.3]]))
+    got = centering_coefficients(q, p, truncated(1.2))  # rho = .4, w(2.5) = 1.2: alpha = .48
+    torch.testing.assert_close(got, torch.tensor([[0.3 - 0.48 * 0.3, 0.2 - 0.48 * 0.2]]))
 
 
 def test_centering_of_all_tokens_makes_the_expected_score_zero() -> None:
     """Over the whole vocabulary, with w = 1: E_q[score] - sum_H coefficient * score = E_p[score] = 0."""
     p, q = torch.randn(3, 11).softmax(-1), torch.randn(3, 11).softmax(-1)
-    coefficients = centering_coefficients(p, q, None)
+    coefficients = centering_coefficients(p, q, torch.ones_like)
     torch.testing.assert_close(q - coefficients, p, atol=1e-6, rtol=1e-5)
 
 

@@ -151,6 +151,42 @@ def test_untrained_tokens_do_not_count_as_touched():
         "cumulative_masked", "weight_masked", "weight_capped", "tbpo_dropped", "dual_clipped")}  # fmt: skip
 
 
+@pytest.mark.parametrize("correction", ["none", "tis", "mis", "ais"])
+def test_the_expected_gradient_of_a_centered_score_is_zero(correction):
+    """Over tokens drawn from the rollout, with all of them candidates: a constant advantage moves nothing."""
+    rollout_logprobs = torch.tensor([0.05, 0.1, 0.25, 0.6]).log()
+    grads = {}
+    for centering in (0, 4):
+        logits = torch.tensor([0.35, 0.1, 0.15, 0.4]).log().requires_grad_()
+        logprobs = logits.log_softmax(-1)
+        config = LossConfig(
+            old_logprobs="learner", correction=correction, correction_cap=1.5, score_centering=centering
+        )
+        made = batch(
+            rollout_logprobs.tolist(), [2.0] * 4, rollout_logprobs.exp().tolist(), [0, 1, 2, 3],
+            old_logprobs_N=logprobs.detach(), top_logprobs_Nk=rollout_logprobs.expand(4, 4),
+            ais_share=torch.tensor(0.3),
+        )  # fmt: skip
+        grpo_loss(logprobs, made, config, 1.0, logprobs.expand(4, 4))[0].backward()
+        grads[centering] = logits.grad.abs().max()
+    assert grads[4] < 1e-6 < 1e-2 < grads[0]
+
+
+def test_score_centering_by_hand():
+    """q = [.5, .3], p = [.4, .4], w = 1: the candidates' scores count +.1 and -.1 times A / 2; the second token is not
+    trained on, and its values may be anything."""
+    q = torch.tensor([[0.5, 0.3], [math.nan, 0.3]]).log()
+    candidates = torch.tensor([[0.4, 0.4], [0.4, math.nan]]).log().requires_grad_()
+    old = torch.tensor([-1.0, -1.0])
+    made = batch([-1.0, 0.0], [3.0, 3.0], [0.5, 0.0], old_logprobs_N=old, top_logprobs_Nk=q)
+    config = LossConfig(old_logprobs="learner", correction="none", score_centering=2)
+    loss, _ = grpo_loss(old.clone(), made, config, 2.0, candidates)
+    loss.backward()
+    weight = 0.5 * 3.0 / 2.0
+    torch.testing.assert_close(candidates.grad, torch.tensor([[0.1 * weight, -0.1 * weight], [0.0, 0.0]]))
+    assert float(loss.detach()) == pytest.approx(-weight)
+
+
 def test_the_word_for_the_correction_is_tis_where_there_is_something_to_correct():
     assert LossConfig.of(RLSettings()).correction == "none"
     assert LossConfig.of(RLSettings(old_logprobs="learner")).correction == "tis"

@@ -47,6 +47,17 @@ def test_values_that_the_reference_multiplies_on_a_gpu_count() -> None:
     assert bytes_of["hif4", "w4a4_residual"] - packed == pytest.approx(4 * targeted)
 
 
+def test_score_centering_counts() -> None:
+    """64 bytes a token of a micro-batch and candidate."""
+    spec = resolve(QuantSettings(recipe="bf16"))
+    shapes = [
+        ProcessShape(CONFIG, spec, ROLLOUT, RLSettings(score_centering=k, microbatch_tokens=1000), torch.bfloat16)
+        for k in (0, 4, 20)
+    ]
+    logits = [estimate_memory(shape).parts["logits"] * GIB for shape in shapes]
+    assert logits[2] - logits[1] == pytest.approx(64 * 16 * 1000) and logits[1] > logits[0]
+
+
 def test_the_reference_model_counts() -> None:
     spec = resolve(QuantSettings(recipe="bf16"))
     shapes = [ProcessShape(CONFIG, spec, ROLLOUT, RLSettings(kl_coef=kl), torch.bfloat16) for kl in (0.0, 0.1)]

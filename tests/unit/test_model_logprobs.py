@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from quads.model.logprobs import output_logits, token_logprobs
+from quads.model.logprobs import candidate_logprobs, output_logits, token_logprobs
 from tests.helpers import assert_close
 
 
@@ -26,6 +26,24 @@ def test_values_and_gradients_equal_log_softmax(chunk: int, temperature: float) 
         plain(hidden, weight, targets, temperature),
     ):
         loss = (values[0] * upstream[0] + values[1] * upstream[1]).sum()
+        results.append((*values, *torch.autograd.grad(loss, [hidden, weight])))
+    for ours, theirs in zip(*results, strict=True):
+        assert_close(ours, theirs, atol=1e-12)
+
+
+@pytest.mark.parametrize("chunk", [1, 4, 100])
+def test_candidates_equal_log_softmax(chunk: int) -> None:
+    """Values and gradients, where the target is among the candidates and where it is not."""
+    hidden = torch.randn(11, 6, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(9, 6, dtype=torch.float64, requires_grad=True)
+    targets, candidates = torch.arange(11) % 9, torch.arange(44).view(11, 4) % 9
+    assert (candidates == targets[:, None]).any() and not (candidates == targets[:, None]).any(-1).all()
+    upstream, of_candidates = torch.randn(2, 11, dtype=torch.float64), torch.randn(11, 4, dtype=torch.float64)
+    logp = (hidden @ weight.t() / 0.7).log_softmax(-1)
+    expected = (*plain(hidden, weight, targets, 0.7), logp.gather(-1, candidates))
+    results = []
+    for values in (candidate_logprobs(hidden, weight, targets, candidates, 0.7, chunk), expected):
+        loss = (values[0] * upstream[0] + values[1] * upstream[1]).sum() + (values[2] * of_candidates).sum()
         results.append((*values, *torch.autograd.grad(loss, [hidden, weight])))
     for ours, theirs in zip(*results, strict=True):
         assert_close(ours, theirs, atol=1e-12)
@@ -60,6 +78,8 @@ def test_bf16_weight_gradient_adds_up_in_fp32_over_chunks() -> None:
 def test_no_tokens() -> None:
     logprobs, entropy = token_logprobs(torch.randn(0, 3), torch.randn(4, 3), torch.zeros(0, dtype=torch.int64))
     assert logprobs.shape == entropy.shape == (0,)
+    none = torch.zeros(0, dtype=torch.int64)
+    assert candidate_logprobs(torch.randn(0, 3), torch.randn(4, 3), none, none.view(0, 2))[2].shape == (0, 2)
 
 
 def test_uniform_and_certain_distributions() -> None:

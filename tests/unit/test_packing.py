@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import torch
 
 from quads.rl.packing import Sample, pack, split_by_tokens
@@ -70,6 +72,21 @@ def test_one_mask_for_the_sum_and_what_divides_it():
     assert sum(float(mb.weights_N.sum()) for mb in microbatches) == 2.0  # each trained response weighs 1
     assert pack(samples, 100, "token")[1] == 3.0
     assert pack(samples[1:3], 100, "sample")[1] == 0.0
+
+
+def test_the_most_likely_tokens_follow_their_response():
+    def with_top(prompt, response, first):
+        made = sample(prompt, response)
+        ids = torch.arange(first, first + 2 * len(response), dtype=torch.int32).view(-1, 2)
+        return replace(made, completion=replace(made.completion, top_ids=ids, top_logprobs=-ids.float()))
+
+    short, long = with_top([1], [5], 10), with_top([1, 2], [6, 7], 20)
+    [mb], _ = pack([short, long], 100, "sample")
+    assert mb.targets_N.tolist() == [6, 7, 5]
+    assert mb.top_ids_Nk.tolist() == [[20, 21], [22, 23], [10, 11]] and mb.top_ids_Nk.dtype == torch.int64
+    assert torch.equal(mb.top_logprobs_Nk, -mb.top_ids_Nk.float())
+    [mb], _ = pack([sample([1], [5])], 100, "sample")
+    assert mb.top_ids_Nk is None and mb.top_logprobs_Nk is None
 
 
 def test_denominator_of_nothing_is_zero():

@@ -1,6 +1,7 @@
 """The native engine: a response depends on its prompt, its seed and the weights, on nothing else in the batch."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -153,6 +154,39 @@ def test_logprobs_are_those_of_the_sampling_distribution(temperature: float) -> 
             logits = learner.logits(learner(tokens[:-1], PackedContext.build([len(tokens) - 1])))[len(prompt) - 1 :]
         expected = (logits / temperature).log_softmax(-1).gather(1, tokens[len(prompt) :, None]).squeeze(1)
         assert_close(torch.tensor(response.logprobs), expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("exact", [True, False])
+@pytest.mark.parametrize(("n", "slots"), [(1, 32), (2, 5), (3, 2)])
+def test_the_most_likely_tokens_are_those_of_the_sampling_distribution(n: int, slots: int, exact: bool) -> None:
+    engine, prompts, sampling = make_engine(slots=slots), make_prompts(6), replace(SAMPLING, temperature=0.8)
+    engine.decoder.exact = exact
+    seeds = list(range(6 * n))
+    plain = flat(engine.generate(prompts, n, sampling, seeds))
+    groups = engine.generate(prompts, n, replace(sampling, top_logprobs=5), seeds, routed_experts=True)
+    assert_same(flat(groups), plain, atol=0.0)
+    assert all(c.top_ids is None and c.top_logprobs is None for c in plain)
+    for prompt, group in zip(prompts, groups, strict=True):
+        for c in group:
+            tokens = torch.tensor(prompt + c.token_ids)
+            context = PackedContext.build([len(tokens)], torch.device("cpu"))
+            with torch.no_grad():
+                logits = engine.model.logits(engine.model(tokens, context))
+            expected = (logits[len(prompt) - 1 : -1] / 0.8).log_softmax(-1).topk(5)
+            assert c.top_ids is not None and c.top_logprobs is not None
+            assert c.top_ids.dtype == torch.int32 and torch.equal(c.top_ids.long(), expected.indices)
+            assert_close(c.top_logprobs, expected.values.float(), atol=1e-5)
+            for token, logprob, ids, logprobs in zip(
+                c.token_ids, c.logprobs, c.top_ids.tolist(), c.top_logprobs.tolist(), strict=True
+            ):
+                assert token not in ids or logprobs[ids.index(token)] == pytest.approx(logprob, abs=1e-6)
+
+
+def test_top_logprobs_that_cannot_be_had_are_refused() -> None:
+    engine = make_engine()
+    for sampling in (replace(SAMPLING, top_logprobs=41), replace(SAMPLING, top_logprobs=2, temperature=0.0)):
+        with pytest.raises(UserError, match="cannot return top_logprobs"):
+            engine.generate(make_prompts(1), 1, sampling, [0])
 
 
 def test_temperature_zero_is_greedy() -> None:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from quads.rollout.sampling import draw, host_uniforms, seed_tensor, uniforms
+from quads.rollout.sampling import draw, host_uniforms, most_likely, seed_tensor, uniforms
 from tests.helpers import assert_bitwise, assert_close
 
 MASK = 2**64 - 1
@@ -49,6 +49,16 @@ def test_uniforms_do_not_depend_on_their_place_and_look_uniform() -> None:
     by_seed = u.view(2000, 10)
     correlation = torch.corrcoef(torch.stack([by_seed[:-1, 0], by_seed[1:, 0], by_seed[:-1, 1]]))
     assert correlation.fill_diagonal_(0).abs().max() < 5 / 2000**0.5
+
+
+def test_most_likely_by_hand() -> None:
+    logits = torch.tensor([[0.1, 0.2, 0.4, 0.3], [0.7, 0.1, 0.05, 0.15]]).log()
+    ids, logprobs = most_likely(logits, torch.tensor(1.0, dtype=torch.float64), 3)
+    assert ids.tolist() == [[2, 3, 1], [0, 3, 1]] and (ids.dtype, logprobs.dtype) == (torch.int32, torch.float32)
+    assert_close(logprobs.exp(), torch.tensor([[0.4, 0.3, 0.2], [0.7, 0.15, 0.1]]), atol=1e-6)
+    _, hot = most_likely(logits, torch.tensor(2.0, dtype=torch.float64), 1)
+    roots = torch.tensor([0.1, 0.2, 0.4, 0.3]).sqrt()
+    assert_close(hot[0].exp(), (roots.max() / roots.sum())[None], atol=1e-6)
 
 
 def test_draw_by_hand() -> None:

@@ -25,7 +25,7 @@ PAGE = (REPOSITORY / "docs" / "tour.md").read_text(encoding="utf-8")
 def test_snippets_run_in_their_order() -> None:
     """Outputs are compared as text; the snippets share one namespace, as they do for the reader."""
     blocks = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
-    assert len(blocks) == 5
+    assert len(blocks) == 6
     parser, runner, shared = doctest.DocTestParser(), doctest.DocTestRunner(), {}
     for number, block in enumerate(blocks):
         test = parser.get_doctest(block, {}, f"snippet {number}", "tour.md", 0)

@@ -65,6 +65,15 @@ def main() -> None:
     for mine, stocks in zip(tensors[:3], theirs[:3], strict=True):
         assert mine.shape == stocks.shape and mine.dtype == stocks.dtype
         assert torch.allclose(mine.double(), stocks.double(), atol=1e-5)
+    asked = replace(metadata(), max_num_logprobs=3)
+    assert only_temperature(asked)
+    mine = sampler(logits=logits.clone(), sampling_metadata=asked).logprobs_tensors
+    theirs = Sampler.gather_logprobs(
+        (logits / metadata().temperature[:, None]).log_softmax(-1), 3, output.sampled_token_ids[:, 0].long()
+    )
+    assert torch.equal(mine.logprob_token_ids, theirs.logprob_token_ids)
+    assert [t.dtype for t in mine[:2]] == [t.dtype for t in theirs[:2]]
+    assert torch.allclose(mine.logprobs, theirs.logprobs, atol=1e-5)
     without = sampler(logits=logits.clone(), sampling_metadata=replace(metadata(), max_num_logprobs=None))
     assert without.logprobs_tensors is None
 
@@ -75,7 +84,6 @@ def main() -> None:
     assert not only_temperature(busy)
     for change in (
         {"all_random": False},
-        {"max_num_logprobs": 3},
         {"top_p": torch.full((ROWS,), 0.9)},
         {"top_k": torch.full((ROWS,), 5)},
         {"no_penalties": False},

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from quads.rollout import sampling
 from quads.rollout.sampling import seed_tensor, uniforms
-from quads.rollout.vllm.sampler import CHUNK, batch_uniforms, draw, next_uniforms
+from quads.rollout.vllm.sampler import CHUNK, batch_uniforms, draw, most_likely, next_uniforms
 
 
 class Counted:
@@ -32,6 +32,14 @@ def check(logits: Tensor, temperature: Tensor, numbers: Tensor) -> None:
         assert tokens[row] == token, (row, tokens[row], token)
         assert abs(logprobs[row] - logprob) < 1e-5 * (1 + abs(logprob)), (row, logprobs[row], logprob)
         assert ranks[row] == (logits[row] >= logits[row, token]).sum(), row
+    ids, top_logprobs = most_likely(logits, temperature, tokens, logprobs, 5)
+    for row, t in enumerate(temperature.tolist()):
+        native = sampling.most_likely(logits[row : row + 1], torch.tensor(t, dtype=torch.float64), 5)
+        finite = native[1][0] > -torch.inf  # tokens of probability 0 have no order
+        assert torch.allclose(top_logprobs[row][finite], native[1][0][finite], atol=1e-5, rtol=1e-5), row
+        assert torch.equal(torch.isinf(top_logprobs[row]), ~finite), row
+        if logits.dtype == torch.float32:  # in bf16 several are equal
+            assert torch.equal(ids[row][finite], native[0][0][finite]), row
 
 
 def main() -> None:

@@ -22,7 +22,7 @@ from torch import Tensor
 from quads.model.attention import DecodeContext, KVCache, routing
 from quads.model.model import MoEDecoder
 from quads.rollout.native.kv_cache import move_slots
-from quads.rollout.sampling import draw, uniforms
+from quads.rollout.sampling import draw, most_likely, uniforms
 from quads.types import Sampling
 
 SMALLEST_WINDOW = 64
@@ -35,6 +35,7 @@ class Size(NamedTuple):
     window: int
     greedy: bool
     record_routing: bool
+    top: int  # log-probs that are returned beside the drawn one's
 
 
 def rounded(size: int, smallest: int, largest: int) -> int:
@@ -70,6 +71,8 @@ class Decoder:
         self.results_2S = torch.zeros(2, slots, dtype=torch.float64, device=device)
         self.routing_SLA = torch.zeros(slots, config.num_layers, config.top_k, dtype=torch.int16, device=device)
         self.greedy = False
+        self._tops: dict[int, tuple[Tensor, Tensor]] = {}  # by k; graphs point into them
+        self.top_Sk: tuple[Tensor, Tensor] | None = None  # ids int32 and log-probs fp32 of `Sampling.top_logprobs`
         self.exact = device.type == "cpu"  # no rounding of sizes
         self._captured: dict[Size, torch.cuda.CUDAGraph] = {}
         self._pool = torch.cuda.graph_pool_handle() if graphs else None
@@ -78,10 +81,17 @@ class Decoder:
         """Take the settings of a call of generate; all slots are free."""
         self.live.zero_()
         self.greedy = sampling.temperature == 0.0
+        self.top_Sk = self._top_buffers(sampling.top_logprobs) if sampling.top_logprobs else None
         self.temperature.fill_(sampling.temperature)
         self.max_new_tokens.fill_(sampling.max_new_tokens)
         self.is_stop_V.zero_()
         self.is_stop_V[torch.tensor(sampling.stop_token_ids, dtype=torch.int64, device=self.live.device)] = True
+
+    def _top_buffers(self, k: int) -> tuple[Tensor, Tensor]:
+        if k not in self._tops:
+            ids_Sk = torch.zeros(self.cache.num_slots, k, dtype=torch.int32, device=self.live.device)
+            self._tops[k] = ids_Sk, torch.zeros_like(ids_Sk, dtype=torch.float32)
+        return self._tops[k]
 
     def rows(self, busy: int) -> int:
         """How many rows a step of `busy` slots computes."""
@@ -116,9 +126,10 @@ class Decoder:
         """One more token for the live ones of the first `rows` slots. `window` is above all their positions.
 
         Returns float64 [2, rows], tokens and log-probs (of dead rows: anything), overwritten by the next step. With
-        `record_routing`, `routing_SLA[:rows]` are the experts of the tokens that were fed.
+        `record_routing`, `routing_SLA[:rows]` are the experts of the tokens that were fed; with top log-probs, the
+        rows of `top_Sk` are theirs.
         """
-        size = Size(rows, window, self.greedy, record_routing)
+        size = Size(rows, window, self.greedy, record_routing, self.top_Sk[0].shape[1] if self.top_Sk else 0)
         if not self.graphs or size not in self.warm:
             self._step(size)
             self.warm.add(size)
@@ -137,7 +148,11 @@ class Decoder:
         )
         context = DecodeContext(self.cache, position, size.window, live, record_routing=size.record_routing)
         hidden_BH = self.model(token, context)
-        tokens_B, logprobs_B = self._draw(self.model.logits(hidden_BH), seed, drawn)
+        logits_BV = self.model.logits(hidden_BH)
+        tokens_B, logprobs_B = self._draw(logits_BV, seed, drawn)
+        if size.top:
+            for kept_Sk, now_Bk in zip(self._tops[size.top], self.most_likely(logits_BV, size.top), strict=True):
+                kept_Sk[: size.rows] = now_Bk
         self.results_2S[0, : size.rows] = tokens_B
         self.results_2S[1, : size.rows] = logprobs_B
         if size.record_routing:
@@ -149,6 +164,10 @@ class Decoder:
 
     def _draw(self, logits_BV: Tensor, seeds_B: Tensor, counters_B: Tensor) -> tuple[Tensor, Tensor]:
         return draw(logits_BV, 0.0 if self.greedy else self.temperature, uniforms(seeds_B, counters_B))
+
+    def most_likely(self, logits_BV: Tensor, k: int) -> tuple[Tensor, Tensor]:
+        """See `sampling.most_likely`; at the temperature of this call of generate."""
+        return most_likely(logits_BV, self.temperature, k)
 
     def _goes_on(self, tokens_B: Tensor, drawn_B: Tensor) -> Tensor:
         return ~self.is_stop_V[tokens_B] & (drawn_B < self.max_new_tokens)

@@ -7,6 +7,7 @@ The step itself, with CUDA graphs on a GPU, is decode.py; prefill is eager.
 """
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -29,18 +30,23 @@ class Launched:
     requests: Tensor  # int64 [B] on the CPU, -1 in dead rows
     results: Tensor  # float64 [2, B], tokens and log-probs; pinned memory on a GPU
     routing: Tensor | None  # int16 [B, L, A] on the device
+    top: list[Tensor]  # nothing, or ids and log-probs [B, k] of the most likely tokens; where `results` are
     arrived: torch.cuda.Event | None
 
     @classmethod
-    def copy(cls, requests: Tensor, results: Tensor, routing: Tensor | None = None) -> "Launched":
-        """Start copying `results`, which the next step overwrites, to the host."""
+    def copy(
+        cls, requests: Tensor, results: Tensor, routing: Tensor | None = None, top: Sequence[Tensor] = ()
+    ) -> "Launched":
+        """Start copying `results` and `top`, which the next step overwrites, to the host."""
         if not results.is_cuda:
-            return cls(requests, results.clone(), routing, None)
-        host = torch.empty(results.shape, dtype=results.dtype, pin_memory=True)
-        host.copy_(results, non_blocking=True)
+            return cls(requests, results.clone(), routing, [part.clone() for part in top], None)
+        copied = []
+        for part in (results, *top):
+            copied.append(torch.empty(part.shape, dtype=part.dtype, pin_memory=True))
+            copied[-1].copy_(part, non_blocking=True)
         arrived = torch.cuda.Event()
         arrived.record()
-        return cls(requests, host, routing, arrived)
+        return cls(requests, copied[0], routing, copied[1:], arrived)
 
 
 class Run:
@@ -148,7 +154,9 @@ class Run:
 
     def _first_tokens(self, requests: list[int], slots: list[int], logits_BV: Tensor) -> None:
         results = self.decoder.start(slots, self._lengths(requests), self.seeds[requests], logits_BV)
-        self.launched.append(Launched.copy(torch.tensor(requests), results))
+        k = self.sampling.top_logprobs
+        top = self.decoder.most_likely(logits_BV, k) if k else ()
+        self.launched.append(Launched.copy(torch.tensor(requests), results, top=top))
         self.batch.drew(requests)
         self.collect(self.ahead)  # a response that ends at once should not be fed
 
@@ -158,7 +166,8 @@ class Run:
         requests = batch.request[: batch.size].clone()
         results = decoder.step(decoder.rows(batch.size), decoder.window(batch.longest()), self.record_routing)
         fed = decoder.routing_SLA[: batch.size].clone() if self.record_routing else None
-        self.launched.append(Launched.copy(requests, results[:, : batch.size], fed))
+        top = [part[: batch.size] for part in decoder.top_Sk or ()]
+        self.launched.append(Launched.copy(requests, results[:, : batch.size], fed, top))
         batch.fed()
         batch.drew(requests[requests >= 0].tolist())
 
@@ -168,6 +177,6 @@ class Run:
             done = self.launched.popleft()
             if done.arrived is not None:
                 done.arrived.synchronize()
-            finished = self.log.add(done.requests, done.results, done.routing)
+            finished = self.log.add(done.requests, done.results, done.routing, done.top)
             self.batch.release(finished)
             self.finished += finished

@@ -150,6 +150,7 @@ class SampleLog:
     requests: list[Tensor] = field(default_factory=list)
     tokens: list[Tensor] = field(default_factory=list)
     logprobs: list[Tensor] = field(default_factory=list)
+    top: tuple[list[Tensor], list[Tensor]] = field(default_factory=lambda: ([], []))  # ids, log-probs [B, k] a step
     fed_requests: list[Tensor] = field(default_factory=list)
     fed_routing: list[Tensor] = field(default_factory=list)  # [B, L, A] a step, of the tokens that were fed
     prompt_routing: dict[int, Tensor] = field(default_factory=dict)  # prompt -> [len(prompt), L, A]
@@ -159,10 +160,17 @@ class SampleLog:
         self.left = torch.full((self.total,), self.max_new_tokens)
         self._stops = torch.tensor(self.stops, dtype=torch.int64)
 
-    def add(self, requests_B: Tensor, results_2B: Tensor, routing_BLA: Tensor | None = None) -> list[int]:
+    def add(
+        self,
+        requests_B: Tensor,
+        results_2B: Tensor,
+        routing_BLA: Tensor | None = None,
+        top: Sequence[Tensor] = (),
+    ) -> list[int]:
         """Take down a step; returns the requests that finished in it.
 
         requests_B: int64, -1 in dead rows. results_2B: float64, tokens and log-probs. routing_BLA: of the fed tokens.
+        top: ids and log-probs [B, k] of the most likely tokens, where they are asked for.
         """
         counts_B = (requests_B >= 0) & (self.left[requests_B] > 0)
         requests = requests_B[counts_B]
@@ -170,6 +178,8 @@ class SampleLog:
         self.requests.append(requests)
         self.tokens.append(tokens)
         self.logprobs.append(results_2B[1, counts_B])
+        for log, part_Bk in zip(self.top, top, strict=False):
+            log.append(part_Bk[counts_B])
         if routing_BLA is not None:
             self.fed_requests.append(torch.where(counts_B, requests_B, -1))
             self.fed_routing.append(routing_BLA)
@@ -178,16 +188,18 @@ class SampleLog:
 
     def take(self, prompt: int, n: int, sampling: Sampling, policy_version: int) -> list[Completion]:
         """Remove the n complete responses to a prompt and return them."""
-        tokens, logprobs = _take_group(prompt, n, self.requests, self.tokens, self.logprobs)
+        asked = [log for log in self.top if log]
+        tokens, logprobs, *top = _take_group(prompt, n, self.requests, self.tokens, self.logprobs, *asked)
         routing: Sequence[Tensor | None] = [None] * n
         if prompt in self.prompt_routing:
             routing = self._take_routing(prompt, n)
         stops = set(sampling.stop_token_ids)
         group = []
-        for ids, values, routed in zip(tokens, logprobs, routing, strict=True):
+        for i, (ids, values, routed) in enumerate(zip(tokens, logprobs, routing, strict=True)):
             token_ids = ids.tolist()
             reason = "stop" if token_ids[-1] in stops else "length"
-            group.append(Completion(token_ids, values.tolist(), reason, policy_version, routed))
+            best = [of_each[i] for of_each in top]
+            group.append(Completion(token_ids, values.tolist(), reason, policy_version, routed, *best))
         return group
 
     def _take_routing(self, prompt: int, n: int) -> list[Tensor]:

@@ -61,6 +61,7 @@ class VLLMEngine:
         device: torch.device,
         *,
         routed_experts: bool = False,
+        top_logprobs: int = 0,
         report: Callable[[str], Any] = print,
         llm_options: dict[str, Any] | None = None,
     ) -> None:
@@ -70,6 +71,7 @@ class VLLMEngine:
             rollout: max_batch sequences at once, up to max_prompt_tokens + max_new_tokens long.
             dtype: of activations, KV cache and everything that is not 4-bit.
             routed_experts: make `generate(..., routed_experts=True)` possible (GPU only; a copy a layer and step).
+            top_logprobs: the most that `Sampling.top_logprobs` may ask for.
             report: takes the banner, which is the same in every process.
             llm_options: further arguments of `vllm.LLM`, e.g. {"block_size": 32}; they win over what is chosen here.
 
@@ -82,7 +84,7 @@ class VLLMEngine:
         self._config = model_config
         self._keep_group = in_process_group()  # of the trainer; vLLM makes its own where there is none
         self._asleep: set[str] = set()  # parts of the memory that the trainer has
-        self._returns_routing = routed_experts
+        self._returns_routing, self._most_top = routed_experts, top_logprobs
         check_settings(spec, rollout, routed_experts, device)
         quantization = write_options(spec)
         self._max_tokens = rollout.max_prompt_tokens + rollout.max_new_tokens
@@ -94,6 +96,7 @@ class VLLMEngine:
             "skip_tokenizer_init": True,
             "dtype": dtype,
             "logprobs_mode": "processed_logprobs",
+            "max_logprobs": top_logprobs,
             "max_model_len": self._max_tokens,
             "max_num_seqs": rollout.max_batch,
             "kv_cache_memory_bytes": kv_cache_bytes(model_config, rollout, dtype),
@@ -177,7 +180,7 @@ class VLLMEngine:
                 stop_token_ids=list(sampling.stop_token_ids),
                 ignore_eos=True,  # stops are the caller's, not those of config.json
                 seed=seed,
-                logprobs=0,  # of the sampled token only
+                logprobs=sampling.top_logprobs,  # beside that of the sampled token
                 flat_logprobs=True,  # in lists: no object a token
                 detokenize=False,
                 output_kind=RequestOutputKind.FINAL_ONLY,
@@ -191,7 +194,7 @@ class VLLMEngine:
             while self._llm.llm_engine.has_unfinished_requests():
                 for output in self._llm.llm_engine.step():
                     prompt, j = divmod(int(output.request_id), n)
-                    done[prompt][j] = self._completion(output.outputs[0], sampling.temperature == 0)
+                    done[prompt][j] = self._completion(output.outputs[0], sampling)
                     if len(done[prompt]) == n and prompt in mine:
                         on_group(prompt - mine.start, in_order(done[prompt]))
         return [in_order(done[prompt]) for prompt in mine]
@@ -206,16 +209,26 @@ class VLLMEngine:
         check_request(prompts, n, sampling, seeds, self._max_tokens, self._config.vocab_size)
         if routed_experts and not self._returns_routing:
             raise UserError("this engine was made without routed_experts = True")
+        if sampling.top_logprobs > self._most_top:
+            raise UserError(
+                f"this engine was made with top_logprobs = {self._most_top}, fewer than {sampling.top_logprobs}"
+            )
 
-    def _completion(self, output: Any, greedy: bool) -> Completion:
-        ids = list(output.token_ids)
-        if greedy:
+    def _completion(self, output: Any, sampling: Sampling) -> Completion:
+        ids, width = list(output.token_ids), 1 + sampling.top_logprobs
+        top_ids = top_logprobs = None
+        if sampling.temperature == 0:
             logprobs = [0.0] * len(ids)  # the distribution that temperature 0 draws from is certain
         else:
-            assert output.logprobs.token_ids == ids  # one entry a position: the sampled token's
-            logprobs = list(output.logprobs.logprobs)
+            flat = output.logprobs  # of each position: the sampled token, then the most likely ones
+            assert flat.token_ids[::width] == ids
+            logprobs = flat.logprobs[::width]
+            if width > 1:
+                top_ids = torch.tensor(flat.token_ids, dtype=torch.int32).view(-1, width)[:, 1:]
+                top_logprobs = torch.tensor(flat.logprobs).view(-1, width)[:, 1:]
         routing = None if output.routed_experts is None else torch.from_numpy(output.routed_experts).to(torch.int16)
-        return Completion(ids, logprobs, output.finish_reason, self.policy_version, routing)
+        version = self.policy_version
+        return Completion(ids, logprobs, output.finish_reason, version, routing, top_ids, top_logprobs)
 
     @torch.no_grad()
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:

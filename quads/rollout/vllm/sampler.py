@@ -9,6 +9,8 @@ enough for that, and the rank, which vLLM's outputs hold, takes a third:
     the chunk in which the cumulative sum passes u * total, the token inside it, its log-prob
     how many logits are at least the token's
 
+Where log-probs of the most likely tokens are asked for, their logits come from torch.topk and share the normalizer.
+
 u of a request with a seed is the native engine's function of (seed, number of the token) (sampling.py), so both engines
 draw the same tokens but where rounding moves the boundary between two. vLLM counts a request's tokens in the offset of
 its torch.Generator (4 a token, taken back where a step computes only a part of a prompt), and so does this.
@@ -142,6 +144,19 @@ def draw(logits_BV: Tensor, temperature_B: Tensor, uniforms_B: Tensor) -> tuple[
     return tokens_B, logprobs_B, ranks_B
 
 
+def most_likely(
+    logits_BV: Tensor, temperature_B: Tensor, tokens_B: Tensor, logprobs_B: Tensor, k: int
+) -> tuple[Tensor, Tensor]:
+    """(ids int32 [B, k], log-probs fp32 [B, k]) of the k most likely tokens, best first, from what `draw` found:
+
+    log-prob = x - normalizer,  normalizer = x of the drawn token - its log-prob,  x = logits / temperature
+    """
+    chosen_B1 = logits_BV.gather(-1, tokens_B[:, None].long())
+    top = logits_BV.topk(k)
+    normalizer_B1 = chosen_B1.float() / temperature_B[:, None] - logprobs_B[:, None]
+    return top.indices.to(torch.int32), top.values.float() / temperature_B[:, None] - normalizer_B1
+
+
 def next_uniforms(generators: list[Any], device: torch.device) -> Tensor:
     """fp64 [B]: the uniform number of each request's next token; its generator moves on by one token."""
     seeds, counters = [], []
@@ -167,11 +182,10 @@ def batch_uniforms(rows: int, generators: dict[int, Any], device: torch.device) 
 
 def only_temperature(metadata: Any) -> bool:
     """Whether vLLM's SamplingMetadata asks for a draw from softmax(logits / temperature) in every row, with the
-    log-prob of the drawn token at most."""
+    log-probs of the drawn and of the most likely tokens at most."""
     holder = metadata.thinking_budget_state_holder
     return (
         metadata.all_random
-        and metadata.max_num_logprobs in (None, 0)
         and not metadata.logprob_token_ids
         and metadata.top_p is None
         and metadata.top_k is None
@@ -208,6 +222,11 @@ def sample(logits_BV: Tensor, metadata: Any) -> Any:
 
     numbers_B = batch_uniforms(len(logits_BV), metadata.generators, logits_BV.device)
     tokens_B, logprobs_B, ranks_B = draw(logits_BV, metadata.temperature, numbers_B)
-    tokens_B1, wanted = tokens_B.unsqueeze(-1), metadata.max_num_logprobs is not None
-    logprobs = LogprobsTensors(tokens_B1, logprobs_B.unsqueeze(-1), ranks_B) if wanted else None
+    tokens_B1 = tokens_B.unsqueeze(-1)
+    ids_BK, logprobs_BK = tokens_B1, logprobs_B.unsqueeze(-1)
+    if metadata.max_num_logprobs:
+        top = most_likely(logits_BV, metadata.temperature, tokens_B, logprobs_B, metadata.max_num_logprobs)
+        ids_BK, logprobs_BK = torch.cat([ids_BK, top[0]], 1), torch.cat([logprobs_BK, top[1]], 1)
+    wanted = metadata.max_num_logprobs is not None
+    logprobs = LogprobsTensors(ids_BK, logprobs_BK, ranks_B) if wanted else None
     return SamplerOutput(sampled_token_ids=tokens_B1, logprobs_tensors=logprobs)
