@@ -118,9 +118,12 @@ class Worker:
         device: torch.device,
         report: Callable[[str], Any] = print,
     ) -> Engine:
-        """`build_engine`, once for each way to roll out: what the learner does is nothing to an engine."""
+        """`build_engine`, but the last one if it rolls out alike: what the learner does is nothing to an engine. Beside
+        it the one that judges in bf16 stays."""
         key = replace(spec, learner_weights="bf16", learner_activations="bf16")
         if key not in self._engines:
+            for other in [other for other in self._engines if PLAIN not in (key, other)]:
+                self._engines.pop(other).close()
             self._engines[key] = build_engine(cfg, model_config, spec, dtype, device, report)
         return self._engines[key]
 
