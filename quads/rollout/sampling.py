@@ -64,10 +64,14 @@ def host_uniforms(seeds: list[int], counters: list[int]) -> Tensor:
     return torch.from_numpy((bits_B >> np.uint64(11)).astype(np.float64) * 2.0**-53)
 
 
+def _distribution(logits_BV: Tensor, temperature: float | Tensor) -> Tensor:
+    return (logits_BV.to(torch.float64) / temperature).log_softmax(-1)
+
+
 def most_likely(logits_BV: Tensor, temperature: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """(ids int32 [B, k], log-probs fp32 [B, k]) of the k most likely tokens, best first, of the distribution that
     `draw` draws from. temperature: float64 [] above 0."""
-    top = (logits_BV.to(torch.float64) / temperature).log_softmax(-1).topk(k)
+    top = _distribution(logits_BV, temperature).topk(k)
     return top.indices.to(torch.int32), top.values.to(torch.float32)
 
 
@@ -80,7 +84,7 @@ def draw(logits_BV: Tensor, temperature: float | Tensor, uniforms_B: Tensor) -> 
         tokens_B = logits_BV.argmax(-1)
         chosen_B = logits_BV.gather(-1, tokens_B[:, None]).squeeze(-1)
         return tokens_B, torch.where(chosen_B.isnan(), torch.nan, 0.0).to(torch.float64)
-    logp_BV = (logits_BV.to(torch.float64) / temperature).log_softmax(-1)
+    logp_BV = _distribution(logits_BV, temperature)
     cumulative_BV = logp_BV.exp().cumsum(-1)
     target_B1 = uniforms_B[:, None] * cumulative_BV[:, -1:]
     tokens_B1 = torch.searchsorted(cumulative_BV, target_B1, right=True).clamp_(max=logits_BV.shape[-1] - 1)
