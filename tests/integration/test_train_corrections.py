@@ -140,7 +140,8 @@ def test_every_recipe_trains_with_importance_sampling_and_routing_replay(
     for row in rows:
         assert math.isfinite(row["train/loss"]) and row["train/grad_norm"] > 0 and row["train/skipped_updates"] == 0
         assert "mismatch/router_agreement" in row
-        # Sides that agree leave nothing to truncate, but for rounding at the boundary of two codes.
-        assert row["policy/weight_capped_frac"] < 0.05 if recipe in ("bf16", "fp8", "symmetric") else 0.1
         assert 0.9 < row["mismatch/ess"] <= 1.0
-        assert (row["mismatch/m2"] < 1e-6) == (recipe in ("bf16", "fp8", "symmetric"))
+        if recipe in ("bf16", "fp8", "symmetric"):  # sides agree, but for rounding at the boundary of two codes
+            assert row["policy/weight_capped_frac"] < 0.05 and row["mismatch/m2"] < 1e-4
+        if recipe in ("naive", "qat", "quads"):
+            assert row["policy/weight_capped_frac"] > 0.1 and row["mismatch/m2"] > 1e-4

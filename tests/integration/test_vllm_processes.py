@@ -60,6 +60,7 @@ def test_the_loop_without_learning_stays_at_rounding(folder: Path, tmp_path: Pat
 def test_the_loop_follows_a_moving_policy(folder: Path, tmp_path: Path) -> None:
     """Weights that shrink by a fifth a step, rewarded or not: a rollout of old ones would show at once."""
     moving = ("--optim.lr", "0.02", "--optim.weight_decay", "10")
+    moving += ("--rl.old_logprobs", "learner", "--rl.score_centering", "30")  # an engine that was not told refuses
     rows = run_loop(folder, tmp_path / "run", "--quant.rollout", "w4a16", *moving)
     assert max(row["mismatch/logprob_abs_max"] for row in rows) < LOGPROB_TOLERANCE
     entropies = [row["policy/entropy"] for row in rows]

@@ -32,6 +32,22 @@ if INTERPRETED or torch.cuda.is_available():
             # On a GPU torch multiplies by 1 / temperature: logits of up to 86 move by an ulp, 8e-6, and so do their p.
             assert_close(ours, theirs, atol=2e-5, rtol=2**-7 if dtype == torch.bfloat16 else 1e-5)
 
+    def test_candidates_go_through_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+        """Log-probs and gradients of further tokens of a row, one of which may be the target."""
+        hidden, weight = torch.randn(5, 16, device=DEVICE), torch.randn(4099, 16, device=DEVICE)
+        targets = torch.tensor([0, 7, 4098, 9, 3], device=DEVICE)
+        candidates = torch.tensor([[0, 4098], [8, 7], [1, 2], [4000, 9], [5, 4]], device=DEVICE)
+        upstream = torch.randn(2, 5, device=DEVICE), torch.randn(5, 2, device=DEVICE)
+        results = []
+        for fused in (True, False):
+            monkeypatch.setattr(logprobs, "_fused", lambda logits_CV, fused=fused: fused)
+            leaves = [hidden.clone().requires_grad_(), weight.clone().requires_grad_()]
+            values = logprobs.candidate_logprobs(*leaves, targets, candidates, 0.8, chunk=3)
+            loss = (values[0] * upstream[0][0] + values[1] * upstream[0][1]).sum() + (values[2] * upstream[1]).sum()
+            results.append((*values, *torch.autograd.grad(loss, leaves)))
+        for ours, theirs in zip(*results, strict=True):
+            assert_close(ours, theirs, atol=1e-4, rtol=1e-5)
+
     def test_non_finite_logits_are_not_hidden() -> None:
         logits = torch.zeros(3, 4100, device=DEVICE)
         logits[0, 4099], logits[1, 7] = float("nan"), float("inf")

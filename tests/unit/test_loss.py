@@ -107,23 +107,24 @@ def test_no_correction_leaves_the_gap_out():
 
 
 def test_acr_by_hand():
-    """r = 0.5 widens the upper clip to 1.2 / 0.5 = 2.4, so R = 2 still learns, with 0.5 * 2; r = 3 counts twice (cap 2)
-    and is clipped at 1.2; a negative advantage is clipped below, at 0.8."""
+    """r = 0.5 widens the upper clip to 1.3 / 0.5 = 2.6, so R = 2 still learns, with 0.5 * 2; r = 3 counts twice (cap 2)
+    and is clipped at 1.3; a negative advantage is clipped below, at 0.8."""
     half, three = math.log(0.5), math.log(3.0)
     arguments = ([-1.0, -1.0, -1.0], [-1.0 + half, -1.0 + three, -1.0 + half])
     arguments = (*arguments, [math.log(2.0), math.log(2.0), math.log(0.5)], [1.0, 1.0, -1.0])
-    options = {"clip_low": 0.2, "clip_high": 0.2, "correction": "tis"}
+    options = {"clip_low": 0.2, "clip_high": 0.3, "correction": "tis"}
     loss, grad, sums = corrected(*arguments, surrogate="acr", **options)
     torch.testing.assert_close(grad, torch.tensor([-1.0, 0.0, 0.0]))
-    assert loss == pytest.approx(-(0.5 * 2.0 + 2 * 1.2 - 0.5 * 0.8)) and sums["clipped"] == 2
-    loss, grad, sums = corrected(*arguments, surrogate="ppo", **options)  # 2 is beyond 1.2 for all
-    assert loss == pytest.approx(-(0.5 * 1.2 + 2 * 1.2 - 0.5 * 0.8)) and sums["clipped"] == 3
+    assert loss == pytest.approx(-(0.5 * 2.0 + 2 * 1.3 - 0.5 * 0.8)) and sums["clipped"] == 2
+    loss, grad, sums = corrected(*arguments, surrogate="ppo", **options)  # 2 is beyond 1.3 for all
+    assert loss == pytest.approx(-(0.5 * 1.3 + 2 * 1.3 - 0.5 * 0.8)) and sums["clipped"] == 3
 
 
 def test_tbpo_by_hand():
     """Mean log-ratios .15 (in the band: every token moves by exp(.15) A / 2 of the sum of two) and .5 (dropped)."""
     arguments = ([-1.0] * 4, [-1.0] * 4, [0.1, 0.2, 0.4, 0.6], [1.0, 1.0, -1.0, -1.0], [0, 0, 1, 1])
-    loss, grad, sums = corrected(*arguments, surrogate="tbpo", correction="none")
+    band = {"clip_low": 0.05, "clip_high": 0.5}
+    loss, grad, sums = corrected(*arguments, surrogate="tbpo", correction="none", **band)
     torch.testing.assert_close(grad, torch.tensor([-math.exp(0.15), -math.exp(0.15), 0.0, 0.0]))
     assert loss == pytest.approx(-2 * math.exp(0.15)) and sums["tbpo_dropped"] == 2
 
@@ -139,9 +140,9 @@ def test_dual_clip_by_hand():
 
 
 def test_untrained_tokens_do_not_count_as_touched():
-    """Both are far outside every bound; the second is not trained on."""
+    """Both of one response are far outside every bound; the second is not trained on."""
     old = torch.tensor([2.0, 2.0])
-    made = batch([0.0, 0.0], [-1.0, -1.0], [1.0, 0.0], [0, 1], old_logprobs_N=old)
+    made = batch([0.0, 0.0], [-1.0, -1.0], [1.0, 0.0], [0, 0], old_logprobs_N=old)
     touched = set()
     for options in ({"correction": "mis", "dual_clip": 2.0}, {"correction": "tis"}, {"surrogate": "tbpo"}):
         config = LossConfig(old_logprobs="learner", cumulative_ratio_clip=2.0, **options)
