@@ -6,6 +6,7 @@ import torch
 
 from quads.config.sections import OptimSettings, QuantSettings, RLSettings
 from quads.errors import UserError
+from quads.model.attention import PackedContext
 from quads.model.config import ModelConfig
 from quads.model.model import MoEDecoder
 from quads.quant.recipes import RECIPES, resolve
@@ -21,7 +22,7 @@ CONFIG = ModelConfig(
 )  # fmt: skip
 
 
-def make_learner(recipe="quads", rl=None, optim=None, reference=False):
+def make_learner(recipe="quads", rl=None, optim=None, reference=False, temperature=1.0):
     def model():
         made = MoEDecoder(CONFIG)
         made.init_weights(torch.Generator().manual_seed(0))
@@ -30,7 +31,7 @@ def make_learner(recipe="quads", rl=None, optim=None, reference=False):
     rl, optim = rl or RLSettings(), optim or OptimSettings(lr=1e-2, eps=1e-8)
     spec = resolve(QuantSettings(recipe=recipe))
     frozen = model() if reference else None
-    return Learner(model(), spec, optim, rl, temperature=1.0, steps=10, updates_per_step=1, reference=frozen)
+    return Learner(model(), spec, optim, rl, temperature=temperature, steps=10, updates_per_step=1, reference=frozen)
 
 
 def make_samples(seed=0, count=12):
@@ -75,6 +76,41 @@ def test_a_correction_is_the_same_for_every_split(level):
     plain = make_learner(rl=RLSettings(old_logprobs="learner", correction_level=level))
     other = gradients(plain, *pack(make_samples(), 10_000, "sample"))
     assert any(float((other[name] - grad).abs().max()) > 1e-3 * float(grad.abs().max()) for name, grad in whole.items())
+
+
+def with_top(samples, learner=None):
+    """The engine's four most likely tokens of each position: those of the learner's own policy, or any."""
+    made, generator = [], torch.Generator().manual_seed(5)
+    for s in samples:
+        ids = torch.stack([torch.randperm(40, generator=generator)[:4] for _ in s.completion.token_ids])
+        logprobs = (-1.5 - torch.rand(ids.shape, generator=generator)).float()
+        if learner is not None:
+            tokens = torch.tensor(s.prompt_ids + s.completion.token_ids)
+            hidden = learner.model(tokens, PackedContext.build([len(tokens)], torch.device("cpu")))
+            logits = hidden[len(s.prompt_ids) - 1 : -1] @ learner.model.output_weight().t()
+            logprobs = (logits / learner.temperature).log_softmax(-1).detach().gather(-1, ids)
+        completion = replace(s.completion, top_ids=ids.to(torch.int32), top_logprobs=logprobs)
+        made.append(replace(s, completion=completion))
+    return made
+
+
+def test_score_centering_is_the_same_for_every_split_and_nothing_where_both_sides_agree():
+    def close(got, expected):
+        return all(
+            torch.allclose(got[name], grad, rtol=1e-4, atol=1e-5 * float(grad.abs().max()) + 1e-12)
+            for name, grad in expected.items()
+        )
+
+    def of(samples, budget, centering):
+        rl = RLSettings(old_logprobs="learner", correction="mis", score_centering=centering)
+        learner = make_learner(rl=rl, temperature=1.7)
+        return gradients(learner, *pack(samples, budget, "sample"))
+
+    samples = with_top(make_samples())
+    whole = of(samples, 10_000, 4)
+    assert close(of(samples, 17, 4), whole) and not close(of(samples, 10_000, 0), whole)
+    agreed = with_top(make_samples(), make_learner(temperature=1.7))
+    assert close(of(agreed, 10_000, 4), of(agreed, 10_000, 0))
 
 
 def test_what_ais_mixes_in_is_of_the_responses_of_all_processes():
