@@ -1,5 +1,4 @@
-"""Quantizers where they run: Triton kernels on a CUDA device, plain torch elsewhere; equal bits. Those of NVFP4 and FP8
-quantize weights, those of the other formats activations.
+"""Quantizers where they run: Triton kernels on a CUDA device, plain torch elsewhere; equal bits.
 
 A learner quantizes all its weights after every update and decodes them in every forward, so this is where QAT costs
 time: the kernels read and write each byte once. The signatures are those that formats.py states.
@@ -104,29 +103,77 @@ def qdq_rows_fp8(x: Tensor, rule: str, dtype: torch.dtype) -> Tensor:
     return _fp8(x, dtype).qdq_rows(x, rule, dtype)
 
 
-def _blocks(x: Tensor, dtype: torch.dtype) -> Any:
-    """The kernels for activations x with results in `dtype`, None where plain torch serves."""
-    if not x.is_cuda or torch.float64 in (x.dtype, dtype):
-        return None
-    from quads.quant.triton import blocks
+def _on_gpu(x: Tensor, dtype: torch.dtype) -> bool:
+    """Whether a kernel serves x with results in `dtype`."""
+    return x.is_cuda and x.numel() > 0 and torch.float64 not in (x.dtype, dtype)
 
-    return blocks
+
+def _mxfp4() -> ModuleType:
+    from quads.quant.triton import mxfp4
+
+    return mxfp4
+
+
+def pack_mxfp4(w: Tensor, rule: str, scales: Scales | None, cast: bool) -> tuple[Tensor, Tensor]:
+    if not _on_gpu(w, w.dtype) or rule not in _mxfp4().RULES:
+        return mxfp4.pack(w, rule, scales, cast)
+    return _mxfp4().pack(w, rule, cast)
+
+
+def unpack_mxfp4(packed: Tensor, byte: Tensor, g: Tensor | None, dtype: torch.dtype, num_columns: int) -> Tensor:
+    if not _on_gpu(packed, dtype) or packed.shape[-1] != 16 * byte.shape[-1]:
+        return mxfp4.unpack(packed, byte, g, dtype, num_columns)
+    return _mxfp4().unpack(packed, byte, dtype, num_columns)
 
 
 def qdq_rows_mxfp4(x: Tensor, rule: str, dtype: torch.dtype) -> Tensor:
-    blocks = _blocks(x, dtype)
-    if blocks is None or rule not in blocks.MXFP4_RULES:
+    if not _on_gpu(x, dtype) or rule not in _mxfp4().RULES:
         return mxfp4.qdq_rows(x, rule, dtype)
-    return blocks.mxfp4_rows(x, rule, dtype)
+    return _mxfp4().qdq_rows(x, rule, dtype)
+
+
+def _hif4() -> ModuleType:
+    from quads.quant.triton import hif4
+
+    return hif4
+
+
+def pack_hif4(w: Tensor, rule: str, scales: Scales | None, cast: bool) -> tuple[Tensor, Tensor]:
+    return _hif4().pack(w, cast) if _on_gpu(w, w.dtype) else hif4.pack(w, rule, scales, cast)
+
+
+def unpack_hif4(packed: Tensor, levels: Tensor, g: Tensor | None, dtype: torch.dtype, num_columns: int) -> Tensor:
+    if not _on_gpu(packed, dtype):
+        return hif4.unpack(packed, levels, g, dtype, num_columns)
+    return _hif4().unpack(packed, levels, dtype, num_columns)
 
 
 def qdq_rows_hif4(x: Tensor, rule: str, dtype: torch.dtype) -> Tensor:
-    blocks = _blocks(x, dtype)
-    return hif4.qdq_rows(x, rule, dtype) if blocks is None else blocks.hif4_rows(x, dtype)
+    return _hif4().qdq_rows(x, dtype) if _on_gpu(x, dtype) else hif4.qdq_rows(x, rule, dtype)
+
+
+def _four_over_six() -> ModuleType:
+    from quads.quant.triton import four_over_six
+
+    return four_over_six
+
+
+def pack_four_over_six(w: Tensor, rule: str, scales: Scales | None, cast: bool) -> tuple[Tensor, Tensor]:
+    if not _on_gpu(w, w.dtype) or scales is None:
+        return four_over_six.pack(w, rule, scales, cast)
+    return _four_over_six().pack(w, rule.partition("+")[2], *scales, cast)
+
+
+def unpack_four_over_six(
+    packed: Tensor, block_scale: Tensor, g: Tensor | None, dtype: torch.dtype, num_columns: int
+) -> Tensor:
+    """NVFP4's values, but zeros as +0."""
+    if not _on_gpu(packed, dtype):
+        return four_over_six.unpack(packed, block_scale, g, dtype, num_columns)
+    return _nvfp4(packed).dequantize(packed, block_scale, g, dtype, num_columns) + 0.0
 
 
 def qdq_rows_four_over_six(x: Tensor, rule: str, dtype: torch.dtype) -> Tensor:
-    blocks = _blocks(x, dtype)
-    if blocks is None:
+    if not _on_gpu(x, dtype):
         return four_over_six.qdq_rows(x, rule, dtype)
-    return blocks.four_over_six_rows(x, rule.partition("+")[2], dtype)
+    return _four_over_six().qdq_rows(x, rule.partition("+")[2], dtype)

@@ -105,16 +105,17 @@ FORMATS = {
         ),
         Format(
             "mxfp4", 4, mxfp4.BLOCK, (16, 1), torch.uint8, ("floor", "even", "ceil"),
-            mxfp4.pack, mxfp4.unpack, device.qdq_rows_mxfp4,
+            device.pack_mxfp4, device.unpack_mxfp4, device.qdq_rows_mxfp4,
         ),
         Format(
             "hif4", 4, hif4.BLOCK, (32, 4), torch.uint8, ("half_away",),
-            hif4.pack, hif4.unpack, device.qdq_rows_hif4,
+            device.pack_hif4, device.unpack_hif4, device.qdq_rows_hif4,
         ),
         Format(
             "nvfp4_46", 4, nvfp4.BLOCK, (8, 1), torch.float8_e4m3fn,
             ("pow2+mse", "pow2+mae", "amax+mse", "amax+mae"),
-            four_over_six.pack, four_over_six.unpack, device.qdq_rows_four_over_six, four_over_six.global_scale,
+            device.pack_four_over_six, device.unpack_four_over_six, device.qdq_rows_four_over_six,
+            four_over_six.global_scale,
             row_scale=four_over_six.row_scale,
             note="; activations have one power-of-two scale a token",
         ),

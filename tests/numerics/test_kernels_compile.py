@@ -16,12 +16,14 @@ from triton.compiler import ASTSource  # noqa: E402
 from quads.model.logprobs_triton import gradient_kernel, stats_kernel  # noqa: E402
 from quads.quant.triton import tune as kernels_tune  # noqa: E402
 from quads.quant.triton.activation_rows import row_codes_kernel, rows_kernel  # noqa: E402
-from quads.quant.triton.blocks import four_over_six_kernel, hif4_kernel, mxfp4_kernel  # noqa: E402
 from quads.quant.triton.codes import launch_shape  # noqa: E402
 from quads.quant.triton.dense import expand_kernel  # noqa: E402
+from quads.quant.triton.four_over_six import four_over_six_kernel  # noqa: E402
 from quads.quant.triton.fp8 import fp8_quantize_kernel  # noqa: E402
 from quads.quant.triton.gemm import w4_gemm_kernel  # noqa: E402
 from quads.quant.triton.gemm_fp4 import native_gemm_kernel  # noqa: E402
+from quads.quant.triton.hif4 import hif4_kernel, hif4_values_kernel  # noqa: E402
+from quads.quant.triton.mxfp4 import mxfp4_kernel, mxfp4_values_kernel  # noqa: E402
 from quads.quant.triton.pack import pack_kernel, weight_kernel  # noqa: E402
 from quads.quant.triton.routing import route_kernel  # noqa: E402
 from quads.quant.triton.selected import fold_kernel  # noqa: E402
@@ -234,14 +236,24 @@ def test_loss_and_fp8_kernels_compile_for_hopper():
 
 @pytest.mark.parametrize("dtype", ["*bf16", "*fp32"])
 def test_kernels_of_block_formats_compile_for_hopper(dtype):
-    """Nothing is fused or spilled, and what divides divides exactly."""
-    pointers = {"x_ptr": dtype, "out_ptr": dtype}
+    """Nothing is fused that is not meant to be, nothing spills, and what divides divides exactly."""
+    bytes_of = dict.fromkeys(("byte_ptr", "levels_ptr", "codes_ptr"), "*u8") | dict.fromkeys(
+        ("g_ptr", "gs_ptr"), "*fp32"
+    )
     cases = [(mxfp4_kernel, {"NB": 16, "RULE": 2}, 2), (hif4_kernel, {"NB": 16}, 4)]
     cases += [(four_over_six_kernel, {"KP": 2048, "SQUARES": squares}, 4) for squares in (True, False)]
     for kernel, constants, warps in cases:
-        text = ptx(kernel, pointers, constants | {"ASM": True}, 90, num_warps=warps, enable_fp_fusion=False)
-        assert "div.rn.f32" in text and "div.full" not in text and ".local" not in text
-        assert kernel is not hif4_kernel or "fma" not in text  # the others round to E2M1 by fma
+        for flags in ({"PACK": False, "CAST": False}, {"PACK": True, "CAST": dtype == "*fp32"}):
+            pointers = bytes_of | {"x_ptr": dtype, "out_ptr": "*u8" if flags["PACK"] else dtype}
+            pointers = {name: kind for name, kind in pointers.items() if name in kernel.arg_names}
+            constants |= flags | {"ASM": True}
+            text = ptx(kernel, pointers, constants, 90, num_warps=warps, enable_fp_fusion=False)
+            assert "div.rn.f32" in text and "div.full" not in text and ".local" not in text
+            assert kernel is not hif4_kernel or "fma" not in text  # the others round to E2M1 by fma
+    for kernel in (mxfp4_values_kernel, hif4_values_kernel):
+        pointers = {name: kind for name, kind in (bytes_of | {"out_ptr": dtype}).items() if name in kernel.arg_names}
+        text = ptx(kernel, pointers, {"NB": 16, "ASM": True}, 90, num_warps=4, enable_fp_fusion=False)
+        assert "fma" not in text and ".local" not in text
 
 
 @pytest.mark.parametrize(("blocks", "per_thread"), [(1, 1), (32, 2), (129, 1), (128, 4)])
