@@ -174,6 +174,8 @@ def test_the_most_likely_tokens_are_those_of_the_sampling_distribution(n: int, s
                 logits = engine.model.logits(engine.model(tokens, context))
             expected = (logits[len(prompt) - 1 : -1] / 0.8).log_softmax(-1).topk(5)
             assert c.top_ids is not None and c.top_logprobs is not None
+            assert c.top_ids.untyped_storage().nbytes() == c.top_ids.nbytes  # as it travels between processes
+            assert c.top_logprobs.untyped_storage().nbytes() == c.top_logprobs.nbytes
             assert c.top_ids.dtype == torch.int32 and torch.equal(c.top_ids.long(), expected.indices)
             assert_close(c.top_logprobs, expected.values.float(), atol=1e-5)
             for token, logprob, ids, logprobs in zip(

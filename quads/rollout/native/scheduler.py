@@ -198,7 +198,7 @@ class SampleLog:
         for i, (ids, values, routed) in enumerate(zip(tokens, logprobs, routing, strict=True)):
             token_ids = ids.tolist()
             reason = "stop" if token_ids[-1] in stops else "length"
-            best = [of_each[i] for of_each in top]
+            best = [of_each[i].clone() for of_each in top]  # a view would travel between processes with its group
             group.append(Completion(token_ids, values.tolist(), reason, policy_version, routed, *best))
         return group
 

@@ -224,8 +224,8 @@ class VLLMEngine:
             assert flat.token_ids[::width] == ids
             logprobs = flat.logprobs[::width]
             if width > 1:
-                top_ids = torch.tensor(flat.token_ids, dtype=torch.int32).view(-1, width)[:, 1:]
-                top_logprobs = torch.tensor(flat.logprobs).view(-1, width)[:, 1:]
+                top_ids = torch.tensor(flat.token_ids, dtype=torch.int32).view(-1, width)[:, 1:].contiguous()
+                top_logprobs = torch.tensor(flat.logprobs).view(-1, width)[:, 1:].contiguous()
         routing = None if output.routed_experts is None else torch.from_numpy(output.routed_experts).to(torch.int16)
         version = self.policy_version
         return Completion(ids, logprobs, output.finish_reason, version, routing, top_ids, top_logprobs)
