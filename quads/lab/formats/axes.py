@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from quads.config import Config, load_config
 from quads.errors import UserError
 from quads.lab.results import config_argv
-from quads.quant.recipes import resolve
+from quads.quant.recipes import RECIPES, resolve
 
-ROWS = {name: ("--quant.recipe", name) for name in ("naive", "qat", "quads", "symmetric")}
+ROWS = {name: ("--quant.recipe", name) for name in RECIPES if name not in ("bf16", "fp8")}
 COLUMNS = {
     "nvfp4": ("--quant.format", "nvfp4"),
     "nvfp4_46": ("--quant.format", "nvfp4", "--quant.four_over_six", "mse"),
@@ -22,6 +22,7 @@ CORRECTIONS = {
     "none": ("--rl.old_logprobs", "rollout"),
     "tis": ("--rl.old_logprobs", "learner", "--rl.correction", "tis"),
     "mis": ("--rl.old_logprobs", "learner", "--rl.correction", "mis"),
+    "centering": ("--rl.old_logprobs", "learner", "--rl.correction", "tis", "--rl.score_centering", "128"),
 }
 START = "start"  # as a correction: no step of training, the policy that runs start from
 UNQUANTIZED = ("bf16", "-")  # row and column of the run that quantizes nothing

@@ -68,7 +68,7 @@ def common_settings(cfg: Config) -> str:
     plain = replace(
         cfg,
         quant=replace(cfg.quant, recipe="bf16", format="nvfp4", four_over_six="none", scale_rule=""),
-        rl=replace(cfg.rl, old_logprobs="rollout", correction=""),
+        rl=replace(cfg.rl, old_logprobs="rollout", correction="", score_centering=0),
         train=replace(cfg.train, seed=0, steps=1, out=""),
     )
     return config_to_toml(plain)
