@@ -36,6 +36,7 @@ from quads.model.model import MoEDecoder
 from quads.quant.formats import FORMATS
 from quads.quant.masters import pack_group, sharing_groups
 from quads.quant.recipes import QuantSpec, resolve
+from quads.quant.sites import bf16_layers
 from quads.quant.tensor import QuantizedTensor
 from quads.run.checkpoint import find_checkpoint, load_model_weights
 
@@ -91,6 +92,7 @@ def export(kind: str, config: ModelConfig, spec: QuantSpec, read: Read, out: Pat
         return
     check_trained(kind, spec)
     ignored = ["lm_head", "*.mlp.gate", *([] if "attention" in spec.targets else ["*.self_attn.*"])]
+    ignored += [f"*.layers.{layer}.*" for layer in sorted(bf16_layers(spec.bf16_layers, config.num_layers))]
     if "experts" not in spec.targets:
         raise UserError("the NVFP4 formats need quantized experts; add 'experts' to quant.targets or use --format bf16")
     if not config.qk_norm:
@@ -121,7 +123,10 @@ def packed_parameters(config: ModelConfig, spec: QuantSpec, read: Read) -> Itera
     """(parameter name, packed or bf16 tensor) in model order: the bytes of the learner's `quantized_weights`."""
     with torch.device("meta"):
         model = MoEDecoder(config)
-    members = {name: list(group.members) for group in sharing_groups(model, spec.targets) for name in group.members}
+    plain = spec.unquantized_layers(model)
+    members = {
+        name: list(group.members) for group in sharing_groups(model, spec.targets, plain) for name in group.members
+    }
     ready: dict[str, QuantizedTensor] = {}
     for name, _ in model.named_parameters():
         if name not in members:

@@ -25,6 +25,7 @@ from quads.model.config import ModelConfig
 from quads.model.logprobs import LOGITS_CHUNK
 from quads.quant.formats import FORMATS
 from quads.quant.recipes import QuantSpec, precision
+from quads.quant.sites import bf16_layers
 
 GIB = 2**30
 MOMENT_BYTES = {"float32": 8.0, "8bit": 2.0 + 8 / 256, "cpu": 0.0}  # both moments of a parameter, on a GPU
@@ -88,11 +89,12 @@ class ProcessShape:
         return self.model.num_parameters()[0] / self.shards if self.held is None else self.held
 
 
-def targeted_parameters(config: ModelConfig, targets: tuple[str, ...]) -> int:
-    """Parameters in quantized matrices."""
+def targeted_parameters(config: ModelConfig, targets: tuple[str, ...], plain: str = "none") -> int:
+    """Parameters in quantized matrices. plain: [quant] bf16_layers."""
     counts = config.parts()
     experts = config.num_experts * counts.expert
-    return config.num_layers * (("attention" in targets) * counts.attention + ("experts" in targets) * experts)
+    layers = config.num_layers - len(bf16_layers(plain, config.num_layers))
+    return layers * (("attention" in targets) * counts.attention + ("experts" in targets) * experts)
 
 
 def kv_cache_bytes(config: ModelConfig, slots: int, max_len: int, element_bytes: int) -> int:
@@ -106,7 +108,7 @@ def estimate_memory(run: ProcessShape) -> MemoryEstimate:
     well, on a CPU in float64; there it keeps keys and values in float64 in fp32 runs.
     """
     spec, rollout, local, shards = run.spec, run.rollout, run.local_parameters, run.shards
-    total, targeted = run.model.num_parameters()[0], targeted_parameters(run.model, spec.targets)
+    total, targeted = run.model.num_parameters()[0], targeted_parameters(run.model, spec.targets, spec.bf16_layers)
     compute = run.dtype.itemsize
     per_weight = {"bf16": float(compute), **{name: row.bits_per_weight / 8 for name, row in FORMATS.items()}}
     rolled_out = precision(spec.rollout, spec.format)

@@ -43,7 +43,9 @@ class ModelSettings:
 class QuantSettings:
     """[quant]: one word, `recipe`, sets both sides; the other keys override it."""
 
-    recipe: Literal["bf16", "fp8", "naive", "qat", "symmetric", "quads"] = key("quads", "precision of both sides")
+    recipe: Literal["bf16", "fp8", "naive", "qat", "symmetric", "quads", "resq", "4bitter", "qarl"] = key(
+        "quads", "precision of both sides: docs/recipes.md"
+    )
     format: Literal["nvfp4", "nvfp4_46", "mxfp4", "hif4"] = key(
         "nvfp4", "the 4-bit format: what 4 stands for in a recipe or precision"
     )
@@ -57,16 +59,26 @@ class QuantSettings:
         "", "precision of the rollout (default: the recipe)"
     )
     targets: tuple[Literal["experts", "attention"], ...] = key(
-        ("experts", "attention"), "layer groups that are quantized"
+        (), "layer groups that are quantized (default: the recipe; both but for 4bitter)"
+    )
+    bf16_layers: str = key(
+        "",
+        'layers that stay unquantized on both sides: "last 15%", "first 2", numbers as in "0, 1, 39", or "none" '
+        "(default: the recipe; none but for 4bitter)",
+    )
+    backward: Literal["quantized", "high_precision"] = key(
+        "quantized",
+        "what the learner's backward pass multiplies: the quantized values of the forward pass (elsewhere called a "
+        "dequantized backward), or weights and activations before they were quantized",
     )
     residual_sites: tuple[Literal["w13", "w2", "qkv", "o"], ...] = key(
-        ("w13",), "matrix inputs that get a residual pass"
+        (), "matrix inputs that get a residual pass (default: the recipe; w13 but for resq)"
     )
     residual_ratio: float = key(0.5, "fraction of channels in the residual pass", low=0.0, high=1.0)
-    residual_selection: Literal["batch", "block", "token", "2:4", "all"] = key(
-        "batch",
+    residual_selection: Literal["", "batch", "block", "token", "2:4", "all"] = key(
+        "",
         "how residual channels are chosen: one set per forward, whole blocks of the format, one set per token, two of "
-        "each four neighbours, or all of them (whatever residual_ratio says)",
+        "each four neighbours, or all of them, whatever residual_ratio says (default: the recipe; batch but for resq)",
     )
     residual_operand: Literal["auto", "folded", "two"] = key(
         "auto",
@@ -74,9 +86,10 @@ class QuantSettings:
         "decode 4-bit numbers, two on FP4 tensor cores and in plain torch)",
     )
     global_scale: Literal["pow2", "amax"] = key("pow2", "NVFP4 global scale: power of two, or 2688 / amax")
-    four_over_six: Literal["none", "mse", "mae"] = key(
-        "none",
-        "NVFP4 blocks map their maximum to 4 where that errs less than 6, by squares or absolutely (2512.02010)",
+    four_over_six: Literal["", "none", "mse", "mae"] = key(
+        "",
+        "NVFP4 blocks map their maximum to 4 where that errs less than 6, by squares or absolutely (2512.02010) "
+        "(default: the recipe; none but for 4bitter)",
     )
     scale_rule: str = key("", "how the format chooses the scale of a block (default: the format's own rule)")
     all_gather: Literal["auto", "bf16", "packed"] = key(

@@ -53,6 +53,10 @@ def _served(engine: str, kernel: str, device: torch.device, word: str, format: s
 
 def _notes(spec: QuantSpec) -> list[str]:
     notes = []
+    if spec.bf16_layers != "none":
+        notes.append(f"Unquantized on both sides: layers {spec.bf16_layers}.")
+    if spec.backward == "high_precision":
+        notes.append("The learner's backward pass multiplies weights and activations before they were quantized.")
     for name in spec.formats():
         row, rule = FORMATS[name], spec.rule(name)
         block = row.block if row.block_bytes else f"{row.block} x {row.block}"

@@ -13,7 +13,7 @@ from quads.quant.backend import Kernel
 from quads.quant.qat import QATExperts, QATLinear, QATModule
 from quads.quant.recipes import QuantSpec
 from quads.quant.rollout import RolloutExperts, RolloutLinear
-from quads.quant.sites import is_targeted
+from quads.quant.sites import is_targeted, layer_of
 
 
 def convert_learner(model: nn.Module, spec: QuantSpec) -> None:
@@ -50,8 +50,9 @@ def _replace(
     linear_class: type[QATLinear] | type[RolloutLinear],
     experts_class: type[QATExperts] | type[RolloutExperts],
 ) -> None:
+    plain = spec.unquantized_layers(model)
     for path, module in list(model.named_modules()):
-        if isinstance(module, QATModule):
+        if isinstance(module, QATModule) or layer_of(path) in plain:
             continue
         if isinstance(module, Linear) and is_targeted(module.site, spec.targets):
             _put(model, path, linear_class(module, spec))

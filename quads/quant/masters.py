@@ -40,7 +40,7 @@ from quads.quant.formats import FORMATS, Scales
 from quads.quant.packed import PackedShard, PackedWeight, pack_form
 from quads.quant.qat import QATModule
 from quads.quant.recipes import AllGather, QuantSpec
-from quads.quant.sites import EXPERT_SITES, TARGETS, is_targeted
+from quads.quant.sites import EXPERT_SITES, TARGETS, is_targeted, layer_of
 from quads.quant.tensor import QuantizedTensor
 
 
@@ -56,10 +56,12 @@ class Group:
         return {name: getattr(module, leaf) for name, (module, leaf) in self.members.items()}
 
 
-def sharing_groups(model: nn.Module, targets: tuple[str, ...]) -> list[Group]:
-    """The weights of the targets, in groups that share global scales, in model order."""
+def sharing_groups(model: nn.Module, targets: tuple[str, ...], plain: frozenset[int] = frozenset()) -> list[Group]:
+    """The weights of the targets, in groups that share global scales, in model order. plain: layers to leave out."""
     groups: dict[str, Group] = {}
     for path, module in model.named_modules():
+        if layer_of(path) in plain:
+            continue
         if isinstance(module, Linear) and is_targeted(module.site, targets):
             key = path.rpartition(".")[0] + ".qkv" if module.site == "qkv" else path
             groups.setdefault(key, Group(module.site)).members[f"{path}.weight"] = (module, "weight")
@@ -199,7 +201,8 @@ def quantized_weights(model: nn.Module, spec: QuantSpec) -> Iterator[tuple[str, 
     reshard(model)
     dtype = getattr(model, "dtype", torch.float32)
     dtype = torch.float32 if dtype == torch.float64 else dtype
-    groups = {name: group for group in sharing_groups(model, spec.targets) for name in group.members}
+    plain = spec.unquantized_layers(model)
+    groups = {name: group for group in sharing_groups(model, spec.targets, plain) for name in group.members}
     ready: dict[str, PackedWeight | PackedShard] = {}
     for name, parameter in model.named_parameters():
         group = groups.get(name)

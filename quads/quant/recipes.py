@@ -7,19 +7,22 @@
     qat         4     / bf16                    w4a4             the training side alone
     symmetric   4     / 4                       w4a4             the ablation that makes it worse
     quads       4     / bf16                    w4a4_residual    both sides
+    resq        4     / 4                       w4a4_residual    symmetric, and half of the residual in the rollout
+    4bitter     4     / 4                       w4a4             symmetric, routed experts of most layers alone
+    qarl        4     / bf16                    w4a16            the learner's own forward in the rollout
 
-"4" is the 4-bit format of [quant] format, NVFP4 by default. "bf16" stands for "not quantized": the compute dtype, bf16
-or fp32. Explicit keys override the recipe.
+Sources and what was measured: docs/recipes.md. "4" is the 4-bit format of [quant] format, NVFP4 by default. "bf16"
+stands for "not quantized": the compute dtype, bf16 or fp32. Explicit keys override the recipe.
 """
 
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from quads.config.sections import QuantSettings
 from quads.errors import UserError
 from quads.quant.formats import FORMATS, FOUR_BITS, find_rule
 from quads.quant.residual import OPERANDS, SELECTIONS, OperandWord, Selection
-from quads.quant.sites import SITES, TARGETS, is_targeted
+from quads.quant.sites import SITES, TARGETS, bf16_layers, is_targeted, read_bf16_layers
 
 AllGather = Literal["auto", "bf16", "packed"]
 
@@ -41,13 +44,35 @@ PRECISIONS = {  # the words of [quant] rollout; "4" stands for [quant] format
     "w4a4": Precision("4", "4"),
     "w4a4_residual": Precision("4", "4", residual=True),
 }
-RECIPES = {  # learner weights, learner activations, rollout
-    "bf16": ("bf16", "bf16", "bf16"),
-    "fp8": ("fp8", "fp8", "fp8"),
-    "naive": ("bf16", "bf16", "w4a4"),
-    "qat": ("4", "bf16", "w4a4"),
-    "symmetric": ("4", "4", "w4a4"),
-    "quads": ("4", "bf16", "w4a4_residual"),
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What a word of [quant] recipe sets, each unless the key of that name says otherwise."""
+
+    learner_weights: str
+    learner_activations: str
+    rollout: str
+    targets: tuple[str, ...] = TARGETS
+    bf16_layers: str = "none"
+    residual_sites: tuple[str, ...] = ("w13",)
+    residual_selection: Selection = "batch"
+    four_over_six: str = "none"  # where the format is NVFP4
+
+
+RECIPES = {
+    "bf16": Recipe("bf16", "bf16", "bf16"),
+    "fp8": Recipe("fp8", "fp8", "fp8"),
+    "naive": Recipe("bf16", "bf16", "w4a4"),
+    "qat": Recipe("4", "bf16", "w4a4"),
+    "symmetric": Recipe("4", "4", "w4a4"),
+    "quads": Recipe("4", "bf16", "w4a4_residual"),
+    # Rollout-ResQ (2607.26515): every linear layer, two of each four neighbouring channels by magnitude.
+    "resq": Recipe("4", "4", "w4a4_residual", residual_sites=tuple(SITES), residual_selection="2:4"),
+    # Both-sides NVFP4 of Miles, NeMo-RL and prime-rl: routed experts, four over six, the last layers in bf16.
+    "4bitter": Recipe("4", "4", "w4a4", targets=("experts",), bf16_layers="last 15%", four_over_six="mse"),
+    # QaRL (2604.07853): the learner multiplies what the W4A16 rollout multiplies. Its loss is rl.surrogate = "tbpo".
+    "qarl": Recipe("4", "bf16", "w4a16"),
 }
 
 
@@ -73,7 +98,7 @@ class QuantSpec:
     learner_weights: str  # "bf16" or a name of `FORMATS`
     learner_activations: str
     rollout: str  # a word of `PRECISIONS`
-    targets: tuple[str, ...] = ("experts", "attention")
+    targets: tuple[str, ...] = TARGETS
     residual_sites: tuple[str, ...] = ("w13",)
     ratio: float = 0.5
     selection: Selection = "batch"
@@ -81,12 +106,19 @@ class QuantSpec:
     format: str = "nvfp4"
     scale_rule: str = ""
     operand: OperandWord = "auto"
+    bf16_layers: str = "none"  # as `sites.bf16_layers` reads it
+    backward: str = "quantized"
 
     def gathers(self, asked: AllGather) -> Literal["bf16", "packed"]:
         """What FSDP gathers if [quant] all_gather = `asked`, given equal shards (see packed.py)."""
         format = FORMATS.get(self.learner_weights)
-        can = format is not None and format.block_bytes is not None
+        can = format is not None and format.block_bytes is not None and self.backward == "quantized"
         return asked if asked != "auto" else "packed" if can else "bf16"
+
+    def unquantized_layers(self, model: Any) -> frozenset[int]:
+        """The numbers of the layers of a decoder (with a `config`) that stay unquantized. UserError: bf16_layers does
+        not fit it."""
+        return frozenset() if self.bf16_layers == "none" else bf16_layers(self.bf16_layers, model.config.num_layers)
 
     def rollout_precision(self, site: str) -> str:
         """The word for one site in the rollout: "bf16" outside the targets, no residual outside residual_sites."""
@@ -115,21 +147,25 @@ def resolve(quant: QuantSettings) -> QuantSpec:
     """Fill in what the recipe decides. Raises UserError for values that do not exist or contradict each other."""
     if quant.recipe not in RECIPES:
         raise UserError(f"[quant] recipe = {quant.recipe!r} does not exist; use one of {', '.join(RECIPES)}")
-    weights, activations, rollout = RECIPES[quant.recipe]
-    format, scale_rule = _with_four_over_six(quant)
+    recipe = RECIPES[quant.recipe]
+    format, scale_rule = _with_four_over_six(quant, recipe)
+    selection = quant.residual_selection or recipe.residual_selection
     spec = QuantSpec(
-        learner_weights=quant.learner_weights or four(weights, format),
-        learner_activations=quant.learner_activations or four(activations, format),
-        rollout=quant.rollout or rollout,
-        targets=tuple(quant.targets),
-        residual_sites=tuple(quant.residual_sites),
-        ratio=1.0 if quant.residual_selection == "all" else quant.residual_ratio,
-        selection=quant.residual_selection,  # pyright: ignore[reportArgumentType]  # checked below
+        learner_weights=quant.learner_weights or four(recipe.learner_weights, format),
+        learner_activations=quant.learner_activations or four(recipe.learner_activations, format),
+        rollout=quant.rollout or recipe.rollout,
+        targets=tuple(quant.targets) or recipe.targets,
+        residual_sites=tuple(quant.residual_sites) or recipe.residual_sites,
+        ratio=1.0 if selection == "all" else quant.residual_ratio,
+        selection=selection,
         global_scale=quant.global_scale,
         format=format,
         scale_rule=scale_rule,
         operand=quant.residual_operand,
+        bf16_layers=quant.bf16_layers or recipe.bf16_layers,
+        backward=quant.backward,
     )
+    read_bf16_layers(spec.bf16_layers)
     _check("format", (spec.format,), FOUR_BITS)
     _check("learner_weights", (spec.learner_weights,), ("bf16", *FORMATS))
     _check("learner_activations", (spec.learner_activations,), ("bf16", *FORMATS))
@@ -155,10 +191,12 @@ def resolve(quant: QuantSettings) -> QuantSpec:
     return spec
 
 
-def _with_four_over_six(quant: QuantSettings) -> tuple[str, str]:
+def _with_four_over_six(quant: QuantSettings, recipe: Recipe) -> tuple[str, str]:
     """(format, scale rule) with [quant] four_over_six, which is a format of its own in `FORMATS`: NVFP4's bytes under
     other rules, which no kernel quantizes activations by."""
-    if quant.four_over_six == "none":
+    if not quant.four_over_six and quant.format == "nvfp4" and not quant.scale_rule and recipe.four_over_six != "none":
+        return "nvfp4_46", recipe.four_over_six
+    if quant.four_over_six in ("", "none"):
         return quant.format, quant.scale_rule
     if quant.format not in ("nvfp4", "nvfp4_46") or quant.scale_rule not in ("", quant.four_over_six):
         raise UserError(
@@ -179,15 +217,11 @@ def _check_global_scale(spec: QuantSpec) -> None:
 
 
 def _check_targets(spec: QuantSpec) -> None:
-    used = {spec.learner_weights, spec.learner_activations, spec.rollout} - {"bf16"}
-    if used and not spec.targets:
+    if spec.backward == "high_precision" and (spec.learner_weights, spec.learner_activations) == ("bf16", "bf16"):
         raise UserError(
-            f"[quant] targets is empty, so nothing can be {', '.join(sorted(used))}; "
-            'name "experts" or "attention", or set recipe = "bf16"'
+            '[quant] backward = "high_precision" has no effect: this learner quantizes nothing; leave it "quantized"'
         )
     if spec.rollout == "w4a4_residual":
-        if not spec.residual_sites:
-            raise UserError('[quant] residual_sites is empty; name a site, or set rollout = "w4a4"')
         outside = [site for site in spec.residual_sites if not is_targeted(site, spec.targets)]
         if outside:
             raise UserError(

@@ -10,7 +10,11 @@ scale where their format has any: {q, k, v} of a layer; {gate, up} of one expert
     w2    down_proj, all experts     down_proj each           down_proj             w2 of an expert
 """
 
+import math
+import re
 from dataclasses import dataclass
+
+from quads.errors import UserError
 
 
 @dataclass(frozen=True)
@@ -54,3 +58,53 @@ def is_targeted(site: str, targets: tuple[str, ...]) -> bool:
 def site_of_parameter(name: str) -> str:
     """The site of a parameter of the model by its full name, or "" for one that is never quantized."""
     return SITE_OF_LEAF.get(name.removesuffix(".weight").rpartition(".")[2], "")
+
+
+def read_bf16_layers(word: str) -> tuple[str, float | tuple[int, ...]]:
+    """[quant] bf16_layers as ("first" or "last", a share), ("first" or "last", a count) or ("listed", numbers).
+
+    Raises:
+        UserError: it says nothing of the kind.
+    """
+    if word == "none":
+        return "listed", ()
+    ends = re.fullmatch(r"(first|last) (\d{1,6}|\d{1,2}(?:\.\d{1,3})?%|100%)", word)
+    if ends:
+        end, amount = ends.groups()
+        return end, float(amount[:-1]) / 100 if amount.endswith("%") else (int(amount),)
+    if re.fullmatch(r"\d{1,6}( ?, ?\d{1,6})*", word):
+        return "listed", tuple(sorted({int(number) for number in word.split(",")}))
+    raise UserError(
+        f'[quant] bf16_layers = {word!r} names no layers; write "last 15%", "first 2", numbers as in "0, 1, 39", '
+        'or "none"'
+    )
+
+
+def bf16_layers(word: str, num_layers: int) -> frozenset[int]:
+    """The numbers of the decoder layers that stay unquantized. A share of the layers is rounded up.
+
+    Raises:
+        UserError: there is no such layer, or nothing would be quantized.
+    """
+    where, amount = read_bf16_layers(word)
+    if where == "listed":
+        assert isinstance(amount, tuple)
+        numbers = frozenset(amount)
+    else:
+        count = amount[0] if isinstance(amount, tuple) else math.ceil(round(amount * num_layers, 6))
+        numbers = frozenset(range(count) if where == "first" else range(num_layers - count, num_layers))
+    if numbers and (min(numbers) < 0 or max(numbers) >= num_layers):
+        raise UserError(f"[quant] bf16_layers = {word!r}: the model has {num_layers} layers, 0 to {num_layers - 1}")
+    if len(numbers) == num_layers:
+        raise UserError(f'[quant] bf16_layers = {word!r} are all {num_layers} layers; set recipe = "bf16"')
+    return numbers
+
+
+def layer_of(name: str) -> int | None:
+    """The number of the decoder layer that a module or parameter belongs to; None outside them.
+
+    >>> layer_of("model.layers.12.mlp.experts"), layer_of("lm_head.weight")
+    (12, None)
+    """
+    found = re.search(r"(?:^|\.)layers\.(\d+)(?:\.|$)", name)
+    return int(found.group(1)) if found else None

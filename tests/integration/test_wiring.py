@@ -67,6 +67,8 @@ VALUES: dict[str, Any] = {
     "eval__temperature": 1.35,
     "quant__recipe": "quads",
     "quant__targets": "experts",
+    "quant__bf16_layers": "1",
+    "quant__backward": "high_precision",
     "quant__residual_sites": "w2",
     "quant__residual_ratio": 0.25,
     "quant__residual_selection": "token",
@@ -214,6 +216,10 @@ PLACES: dict[str, Callable[[SimpleNamespace], tuple[Any, Any]]] = {
     "eval.temperature": lambda r: ({call.sampling.temperature for call in evaluations(r)}, {1.35}),
     "quant.recipe": lambda r: (type(layer(r).mlp.experts).__name__, "RolloutExperts"),
     "quant.targets": lambda r: (type(layer(r).self_attn.q_proj).__name__, "Linear"),
+    "quant.bf16_layers": lambda r: (
+        [type(layer.mlp.experts).__name__ for layer in r.engines[0].model.model.layers[:2]],
+        ["RolloutExperts", "Experts"]),
+    "quant.backward": lambda r: (r.learners[0].model.model.layers[0].mlp.experts.high_precision, True),
     "quant.residual_sites": lambda r: (
         [getattr(layer(r).mlp.experts, f"{site}_spec").precision for site in ("w13", "w2")], ["w4a4", "w4a4_residual"]),
     "quant.residual_ratio": lambda r: (layer(r).mlp.experts.w2_spec.ratio, 0.25),

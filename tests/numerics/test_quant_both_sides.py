@@ -10,11 +10,13 @@ from quads.model.attention import PackedContext
 from quads.model.config import ARCHITECTURES
 from quads.model.linear import Linear
 from quads.model.model import MoEDecoder
+from quads.model.moe import Experts
 from quads.quant import fp8, nvfp4, residual
 from quads.quant.convert import convert_learner, convert_rollout
 from quads.quant.masters import quantized_weights, requantize, sharing_groups
 from quads.quant.recipes import RECIPES, QuantSpec, resolve
 from quads.quant.rollout import load_weight, named_weights
+from quads.quant.sites import is_targeted, layer_of, site_of_parameter
 from quads.quant.tensor import QuantizedTensor
 
 CONFIG = ARCHITECTURES["tiny"]
@@ -140,22 +142,77 @@ def test_what_is_shipped(recipe):
     shipped = dict(quantized_weights(source, spec))
     assert list(shipped) == [name for name, _ in decoder().named_parameters()]
     format = spec.rollout_weights("w13")
+    plain = spec.unquantized_layers(source)
     for name, tensor in shipped.items():
-        targeted = "_proj" in name
+        targeted = is_targeted(site_of_parameter(name), spec.targets) and layer_of(name) not in plain
         quantized = targeted and format != "bf16"
         assert type(tensor) is (QuantizedTensor if quantized else torch.Tensor), name
         assert not quantized or tensor.format == format
         if not targeted:
             assert tensor.dtype == torch.float32
     if spec.learner_weights != "bf16":
-        packed = source.get_submodule(EXPERTS).packed["down_proj"].tensor
-        assert shipped[f"{EXPERTS}.down_proj"] is packed
+        experts = "model.layers.0.mlp.experts"  # 4bitter leaves the last layer alone
+        packed = source.get_submodule(experts).packed["down_proj"].tensor
+        assert shipped[f"{experts}.down_proj"] is packed
     if recipe == "naive":  # a bf16 learner ships what a quantized one would
         other = dict(quantized_weights(learner("qat"), spec))
         for name, tensor in shipped.items():
             if isinstance(tensor, QuantizedTensor):
                 assert torch.equal(tensor.packed, other[name].packed)
                 assert torch.equal(tensor.global_scale, other[name].global_scale)
+
+
+def test_layers_that_stay_unquantized():
+    """On both sides, and the sync ships them plain; the other layer keeps the bits that it has without the key."""
+    changes = {"bf16_layers": "1"}
+    source, everything = learner("symmetric", **changes), learner("symmetric")
+    engine = rollout(source, "symmetric", **changes)
+    for model in (source, engine):
+        kinds = [type(model.get_submodule(f"model.layers.{i}.mlp.experts")) for i in (0, 1)]
+        assert kinds[1] is Experts and kinds[0] is not Experts
+        assert type(model.get_submodule("model.layers.1.self_attn.q_proj")) is Linear
+    shipped = dict(quantized_weights(source, spec_of("symmetric", **changes)))
+    for name, tensor in quantized_weights(everything, spec_of("symmetric")):
+        if name.startswith("model.layers.1."):
+            assert type(shipped[name]) is torch.Tensor, name
+        elif isinstance(tensor, QuantizedTensor):
+            assert torch.equal(shipped[name].packed, tensor.packed), name
+    assert torch.equal(hidden(source), hidden(source)) and not torch.equal(hidden(source), hidden(everything))
+    torch.testing.assert_close(hidden(engine).float(), hidden(source), rtol=1e-4, atol=1e-4)  # sums in another order
+
+
+def test_backward_through_operands_of_high_precision():
+    """The forward is the quantized one bit for bit; gradients are those of the products of what was not quantized."""
+    for precise in (False, True):
+        changes = {"backward": "high_precision"} if precise else {}
+        model = learner("symmetric", **changes)
+        layer = model.get_submodule(f"{ATTENTION}.o_proj")
+        x = torch.randn(6, layer.in_features, generator=torch.Generator().manual_seed(1), requires_grad=True)
+        y = layer(x)
+        upstream = torch.linspace(-1, 1, y.numel()).view_as(y)
+        (y * upstream).sum().backward()
+        quantized = layer.packed["weight"].tensor.dequantize(torch.float32), nvfp4.qdq_rows(x.detach())
+        used = (layer.weight.detach(), x.detach()) if precise else quantized
+        assert torch.equal(y, quantized[1] @ quantized[0].T)
+        torch.testing.assert_close(x.grad, upstream @ used[0])
+        torch.testing.assert_close(layer.weight.grad, upstream.T @ used[1])
+
+
+def test_experts_backward_through_operands_of_high_precision():
+    ids, gates = torch.tensor([[0, 3], [3, 5], [1, 0], [2, 7]]), torch.full((4, 2), 0.5)
+    x = torch.randn(4, CONFIG.hidden_size, generator=torch.Generator().manual_seed(1))
+    outputs, grads = [], []
+    for recipe, changes in (("symmetric", {}), ("symmetric", {"backward": "high_precision"}), ("bf16", {})):
+        experts = learner(recipe, **changes).get_submodule(EXPERTS)
+        outputs.append(experts(x, ids, gates))
+        outputs[-1].sum().backward()
+        grads.append(experts.down_proj.grad)
+    assert torch.equal(outputs[0], outputs[1]) and not torch.equal(outputs[0], outputs[2])
+    # down's gradient: upstream times h. h is silu(gate) * up of quantized products, but not quantized itself.
+    quantized, precise, plain = grads
+    assert not torch.equal(precise, quantized) and not torch.equal(precise, plain)
+    error = [float((grad - plain).norm() / plain.norm()) for grad in (precise, quantized)]
+    assert error[0] < error[1]
 
 
 def test_targets_and_weight_only_precisions():

@@ -74,10 +74,10 @@ KNOW_OTHER_PROCESSES = {
 # budget is raised in a commit that says why.
 BUDGETS = {
     "base": 1000,
-    "config": 1150,
+    "config": 1220,
     "run": 1700,
     "model": 2150,
-    "quant": 2900,  # a format is about 100 lines
+    "quant": 3050,  # a format is about 100 lines; recipes, and the layers that they leave alone, 120
     # One residual operand or two: another decoder, another last step of the quantizer. Three formats more.
     "quant/triton": 4100,
     "rollout": 350,

@@ -11,6 +11,7 @@ from quads.quant import backend
 from quads.quant.banner import banner
 from quads.quant.formats import FORMATS, FOUR_BITS
 from quads.quant.recipes import PRECISIONS, RECIPES, QuantSpec, resolve
+from quads.quant.sites import bf16_layers
 
 
 def test_the_six_recipes():
@@ -28,6 +29,71 @@ def test_the_six_recipes():
     assert (spec.targets, spec.residual_sites) == (("experts", "attention"), ("w13",))
     assert (spec.ratio, spec.selection, spec.global_scale) == (0.5, "batch", "pow2")
     assert resolve(QuantSettings()) == QuantSpec(*expected["quads"])
+
+
+def test_recipes_that_set_more_than_formats():
+    resq = resolve(QuantSettings(recipe="resq"))
+    assert resq == QuantSpec(
+        "nvfp4", "nvfp4", "w4a4_residual", residual_sites=("w13", "w2", "qkv", "o"), selection="2:4"
+    )
+    bitter = resolve(QuantSettings(recipe="4bitter"))
+    assert bitter == QuantSpec(
+        "nvfp4_46",
+        "nvfp4_46",
+        "w4a4",
+        targets=("experts",),
+        format="nvfp4_46",
+        scale_rule="mse",
+        bf16_layers="last 15%",
+    )
+    assert resolve(QuantSettings(recipe="qarl")) == QuantSpec("nvfp4", "bf16", "w4a16")
+    for format in ("mxfp4", "hif4"):  # four over six is NVFP4's
+        spec = resolve(QuantSettings(recipe="4bitter", format=format))
+        assert (spec.format, spec.learner_weights, spec.scale_rule) == (format, format, "")
+    plain = resolve(
+        QuantSettings(
+            recipe="4bitter",
+            four_over_six="none",
+            bf16_layers="none",
+            targets=("experts", "attention"),
+            rollout="w4a16",
+        )
+    )
+    assert plain == QuantSpec("nvfp4", "nvfp4", "w4a16")
+    chosen = resolve(QuantSettings(recipe="resq", residual_selection="batch", residual_sites=("w2",)))
+    assert (chosen.selection, chosen.residual_sites) == ("batch", ("w2",))
+
+
+@pytest.mark.parametrize(
+    ("word", "num_layers", "numbers"),
+    [
+        ("none", 3, set()),
+        ("last 15%", 30, {25, 26, 27, 28, 29}),  # 4.5 layers, rounded up
+        ("last 15%", 40, {34, 35, 36, 37, 38, 39}),
+        ("last 15%", 3, {2}),
+        ("first 20%", 10, {0, 1}),
+        ("first 2", 4, {0, 1}),
+        ("last 1", 4, {3}),
+        ("last 0", 4, set()),
+        ("0, 1,39", 40, {0, 1, 39}),
+    ],
+)
+def test_bf16_layers(word, num_layers, numbers):
+    assert bf16_layers(word, num_layers) == numbers
+
+
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [
+        ("40", "has 4 layers, 0 to 3"),
+        ("first 4", "are all 4 layers"),
+        ("0,1,2,3", "are all"),
+        ("last 9", "has 4 layers"),
+    ],
+)
+def test_bf16_layers_that_a_model_does_not_have(word, message):
+    with pytest.raises(UserError, match=message):
+        bf16_layers(word, 4)
 
 
 def test_explicit_keys_override_the_recipe():
@@ -57,8 +123,11 @@ def test_precision_of_each_site():
         ({"learner_weights": "fp4"}, "nvfp4"),
         ({"learner_activations": "int8"}, "nvfp4"),
         ({"targets": ("router",)}, "experts, attention"),
-        ({"targets": ()}, "targets is empty"),
-        ({"residual_sites": ()}, 'rollout = "w4a4"'),
+        ({"bf16_layers": "15%"}, 'write "last 15%", "first 2", numbers as in "0, 1, 39", or "none"'),
+        ({"bf16_layers": "last 101%"}, "names no layers"),
+        ({"recipe": "bf16", "backward": "high_precision"}, "this learner quantizes nothing"),
+        ({"recipe": "4bitter", "residual_sites": ("qkv",), "rollout": "w4a4_residual"}, "residual_sites has qkv"),
+        ({"recipe": "4bitter", "format": "hif4", "four_over_six": "mse"}, "four_over_six = 'mse' is a rule of nvfp4"),
         ({"residual_sites": ("w1",)}, "w13, w2, qkv, o"),
         ({"targets": ("attention",)}, "residual_sites has w13"),
         ({"residual_ratio": 1.5}, "outside [0, 1]"),

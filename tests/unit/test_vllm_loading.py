@@ -12,7 +12,7 @@ from quads.quant.matmul import SiteSpec
 from quads.quant.recipes import QuantSpec
 from quads.quant.tensor import QuantizedTensor
 from quads.rollout.vllm.loading import LoadLedger, Part, PlainLoader
-from quads.rollout.vllm.options import KEYS, read_options, site_spec, write_options
+from quads.rollout.vllm.options import KEYS, in_layer, read_options, site_spec, write_options
 from quads.rollout.vllm.site import ReferenceSite
 from tests.helpers import assert_bitwise
 
@@ -218,6 +218,8 @@ def test_every_option_reaches_the_sites() -> None:
             "w13",
             SiteSpec("w4a4_residual", 0.5, "batch", "pow2", operand="folded"),
         ),
+        ("bf16_layers", "0, 1", "experts", "w13", SiteSpec("bf16", 0.5, "batch", "pow2")),
+        ("bf16_layers", "last 50%", "experts", "w13", SiteSpec("w4a4_residual", 0.5, "batch", "pow2")),
         ("global_scale", "amax", "experts", "w13", SiteSpec("w4a4_residual", 0.5, "batch", "amax")),
         ("format", "mxfp4", "mlp", "w13", SiteSpec("w4a4_residual", 0.5, "batch", "pow2", "mxfp4")),
         ("scale_rule", "ceil", "mlp", "w13", SiteSpec("w4a4_residual", 0.5, "batch", "pow2", "mxfp4", "ceil")),
@@ -226,20 +228,23 @@ def test_every_option_reaches_the_sites() -> None:
     for key, value, target, site_name, expected in changes:
         more = {"residual_sites": ["qkv"]} if (key, value) == ("targets", ["attention"]) else {}
         more = {"format": "mxfp4"} if key == "scale_rule" else more
-        assert site_spec(read_options({key: value, **more}), target, site_name) == expected, key
+        here = in_layer(read_options({key: value, **more}), "model.layers.1.mlp.experts", 4)
+        assert site_spec(here, target, site_name) == expected, key
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"precision": "w3a3"}, "quantization_config: precision = 'w3a3': must be one of .*w4a4_residual"),
-        ({"precison": "w4a4"}, "unknown precison; known: format, global_scale, precision"),
+        ({"precison": "w4a4"}, "unknown precison; known: bf16_layers, format, global_scale, precision"),
         ({"precision": "fp8"}, "vLLM has its own"),
         ({"residual_ratio": 1.5}, "quantization_config: residual_ratio = 1.5"),
         ({"residual_ratio": "0.5"}, "residual_ratio = '0.5': must be a number"),
         ({"targets": "experts"}, "targets = 'experts': must be a list"),
         ({"targets": ["lm_head"]}, r"targets = \['lm_head'\]"),
         ({"targets": []}, "targets is empty"),
+        ({"residual_sites": []}, "residual_sites is empty"),
+        ({"bf16_layers": "some"}, "quantization_config: bf16_layers = 'some' names no layers"),
         ({"residual_sites": ["w1"]}, r"residual_sites = \['w1'\]"),
         ({"targets": ["attention"], "residual_sites": ["w2"]}, "residual_sites has w2, which targets"),
     ],

@@ -11,7 +11,7 @@ from quads.quant.recipes import RECIPES, resolve
 
 ROWS = {name: ("--quant.recipe", name) for name in RECIPES if name not in ("bf16", "fp8")}
 COLUMNS = {
-    "nvfp4": ("--quant.format", "nvfp4"),
+    "nvfp4": ("--quant.format", "nvfp4", "--quant.four_over_six", "none"),
     "nvfp4_46": ("--quant.format", "nvfp4", "--quant.four_over_six", "mse"),
     "mxfp4_floor": ("--quant.format", "mxfp4", "--quant.scale_rule", "floor"),
     "mxfp4_even": ("--quant.format", "mxfp4", "--quant.scale_rule", "even"),

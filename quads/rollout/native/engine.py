@@ -12,6 +12,7 @@ Left out: paging of the KV cache and chunked prefill of single prompts.
 """
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -196,9 +197,11 @@ def build_rollout_model(
         model = MoEDecoder(config, compute)
     model.to(storage).requires_grad_(False).eval()
     chosen = choose_kernel(kernel, device, spec.rollout, spec.format)
-    for layer in model.model.layers:
+    plain = spec.unquantized_layers(model)
+    for number, layer in enumerate(model.model.layers):
         layer.to_empty(device=device)
-        convert_rollout(layer, spec, chosen)
+        if number not in plain:
+            convert_rollout(layer, replace(spec, bf16_layers="none"), chosen)
     for module in (model.model.embed_tokens, model.model.norm, model.lm_head):
         if module is not None:
             module.to_empty(device=device)

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
 
 from quads.errors import UserError
+from quads.quant.recipes import QuantSpec
 from quads.quant.sites import EXPERT_SITES, SITES
 from quads.rollout.vllm.loading import Part
 from quads.rollout.vllm.options import site_spec
@@ -32,9 +33,10 @@ SITE_OF_MEMBER = {member: site for site in EXPERT_SITES.values() for member in S
 class Experts(FusedMoEMethodBase):
     """The quantization method of an expert layer, at any precision."""
 
-    def __init__(self, state: EngineState, moe: Any) -> None:
+    def __init__(self, state: EngineState, moe: Any, spec: QuantSpec) -> None:
+        """spec: of this layer."""
         super().__init__(moe)
-        self.state = state
+        self.state, self.spec = state, spec
 
     def create_weights(
         self,
@@ -55,7 +57,7 @@ class Experts(FusedMoEMethodBase):
         layer.quads_sites = {}
         for site_name, (num_rows, num_columns, parts) in geometry.items():
             name, shape = f"{layer.layer_name}.{site_name}_weight", (num_experts, num_rows, num_columns)
-            spec = site_spec(self.state.spec, "experts", site_name)
+            spec = site_spec(self.spec, "experts", site_name)
             site = self.state.make_site(name, spec, shape, parts, params_dtype)
             for suffix, param in site.parameters().items():
                 layer.register_parameter(f"{site_name}_weight{suffix}", param)

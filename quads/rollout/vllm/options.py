@@ -16,7 +16,7 @@ from quads.config.values import check_table
 from quads.errors import UserError
 from quads.quant.matmul import SiteSpec
 from quads.quant.recipes import RECIPES, QuantSpec, resolve
-from quads.quant.sites import SITES, TARGETS
+from quads.quant.sites import SITES, TARGETS, bf16_layers, layer_of
 
 METHOD = "quads"
 MLP = "mlp"
@@ -32,6 +32,7 @@ KEYS = {
     "global_scale": "global_scale",
     "format": "format",
     "scale_rule": "scale_rule",
+    "bf16_layers": "bf16_layers",
 }
 
 # The last part of a vLLM module name -> (target, site). Every other layer stays in the model's dtype.
@@ -49,9 +50,15 @@ def read_options(raw: dict[str, Any]) -> QuantSpec:
     given = {key: value for key, value in raw.items() if key != "quant_method"}
     if unknown := sorted(given.keys() - KEYS.keys()):
         raise UserError(f"quantization_config: unknown {', '.join(unknown)}; known: {', '.join(sorted(KEYS))}")
-    _, _, precision = RECIPES["quads"]
-    table = {"rollout": precision, "targets": [*TARGETS, MLP], **{KEYS[key]: value for key, value in given.items()}}
+    table = {
+        "rollout": RECIPES["quads"].rollout,
+        "targets": [*TARGETS, MLP],
+        **{KEYS[key]: value for key, value in given.items()},
+    }
     targets = table["targets"]
+    for key in ("targets", "residual_sites"):
+        if KEYS[key] in table and not table[KEYS[key]]:
+            raise UserError(f"quantization_config: {key} is empty; name some, or leave quantization='quads' away")
     if isinstance(targets, list | tuple):  # to [quant], dense layers are what experts are
         table["targets"] = list(dict.fromkeys("experts" if target == MLP else target for target in targets))
     try:
@@ -77,7 +84,15 @@ def write_options(spec: QuantSpec) -> dict[str, Any]:
         "global_scale": spec.global_scale,
         "format": spec.format,
         "scale_rule": spec.scale_rule,
+        "bf16_layers": spec.bf16_layers,
     }
+
+
+def in_layer(spec: QuantSpec, prefix: str, num_layers: int) -> QuantSpec:
+    """The spec for the vLLM module at `prefix`, such as model.layers.3.mlp.experts: no targets in a layer that stays
+    unquantized. UserError: bf16_layers does not fit the model."""
+    plain = layer_of(prefix) in bf16_layers(spec.bf16_layers, num_layers)
+    return replace(spec, targets=()) if plain else spec
 
 
 def site_spec(spec: QuantSpec, target: str, site: str) -> SiteSpec:

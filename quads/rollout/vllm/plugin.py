@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from vllm.config import get_current_vllm_config
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.layers.quantization import QUANTIZATION_METHODS, register_quantization_config
@@ -22,7 +23,7 @@ from quads.quant.recipes import QuantSpec
 from quads.rollout.vllm import patches
 from quads.rollout.vllm.experts import Experts
 from quads.rollout.vllm.linear import PackedLinear, PlainEmbedding, PlainLinear, Router
-from quads.rollout.vllm.options import LINEAR_SITES, METHOD, read_options, site_spec
+from quads.rollout.vllm.options import LINEAR_SITES, METHOD, in_layer, read_options, site_spec
 from quads.rollout.vllm.state import EngineState
 
 
@@ -91,11 +92,13 @@ class QuadsConfig(QuantizationConfig):
 
     def get_quant_method(self, layer: nn.Module, prefix: str) -> QuantizeMethodBase | None:
         """vLLM's question for each layer. Attention gets None; a linear layer may not."""
+        config = get_current_vllm_config().model_config.hf_text_config
+        here = in_layer(self.spec, prefix, config.num_hidden_layers)
         if isinstance(layer, RoutedExperts):
-            return Experts(self.state, layer.moe_config)
+            return Experts(self.state, layer.moe_config, here)
         if isinstance(layer, LinearBase):
             target, site = LINEAR_SITES.get(prefix.rpartition(".")[2], ("", ""))
-            spec = site_spec(self.spec, target, site)
+            spec = site_spec(here, target, site)
             if spec.precision != "bf16":
                 return PackedLinear(self.state, spec)
         elif not isinstance(layer, VocabParallelEmbedding):
