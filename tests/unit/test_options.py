@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 
-from quads import plan
 from quads.config.options import real, whole
 from quads.lab import channels, drift, gap, ratio
 from quads.lab.runs import recipes, scores
 from quads.lab.smollm2 import upcycle, warmup
+from quads.plan.__main__ import main as plan_main
 from quads.rl.rewards import __main__ as rewards
 
 CONFIG = ["--config", "configs/tiny_quads.toml"]
@@ -39,10 +39,10 @@ def test_bounds() -> None:
         (rewards.main, ["math", "FILE", "--time-s", "nan"], "nan must be a number above 0"),
         (rewards.main, ["math", "FILE", "--workers", "-1"], "-1 must be a whole number of at least 0"),
         (rewards.main, ["code", "FILE", "--sandbox", "jail"], "invalid choice: 'jail'"),
-        (plan.main, [*CONFIG, "--gpus", "2.5"], "--gpus 2.5 must be a whole number of at least 1"),
-        (plan.main, [*CONFIG, "--gpus", "inf"], "--gpus inf must be a whole number of at least 1"),
-        (plan.main, [*CONFIG, "--gpu-memory", "nan"], "--gpu-memory nan must be a number above 0"),
-        (plan.main, [*CONFIG, "--response-tokens", "0"], "--response-tokens 0 must be a whole number of at least 1"),
+        (plan_main, [*CONFIG, "--gpus", "2.5"], "--gpus 2.5 must be a whole number of at least 1"),
+        (plan_main, [*CONFIG, "--gpus", "inf"], "--gpus inf must be a whole number of at least 1"),
+        (plan_main, [*CONFIG, "--gpu-memory", "nan"], "--gpu-memory nan must be a number above 0"),
+        (plan_main, [*CONFIG, "--response-tokens", "0"], "--response-tokens 0 must be a whole number of at least 1"),
         (recipes.main, [*CONFIG, "--minutes", "0"], "0 must be a number above 0"),
         (recipes.main, [*CONFIG, "--seeds", "0"], "0 must be a whole number of at least 1"),
         (recipes.main, [*CONFIG, "--at", "-3"], "-3 must be a whole number of at least 0"),

@@ -298,11 +298,13 @@ def test_groups_are_told_when_complete(slots: int, n: int) -> None:
 def test_what_is_captured_and_what_is_not_and_why() -> None:
     cuda = torch.device("cuda")
     for spec, kernel in (
-        (QuantSpec("nvfp4", "bf16", "w4a4_residual"), "reference"),
+        (QuantSpec("nvfp4", "bf16", "w4a4_residual", operand="folded"), "reference"),  # 11 bits: fp32
         (QuantSpec("fp8", "fp8", "fp8", global_scale="amax"), "auto"),
     ):
         captured, why = choose_graphs(True, cuda, torch.bfloat16, spec, kernel)
         assert not captured and why.startswith("eager (the reference kernel of")
+    # Two operands are exact in bf16, each by itself.
+    assert choose_graphs(True, cuda, torch.bfloat16, QuantSpec("nvfp4", "bf16", "w4a4_residual"), "reference")[0]
     assert choose_graphs(True, cuda, torch.float32, PLAIN, "auto")[1].startswith("eager (CUDA graphs need model.dtype")
     assert choose_graphs(False, cuda, torch.bfloat16, PLAIN, "auto")[1] == "eager (rollout.cuda_graphs = false)"
     assert choose_graphs(True, torch.device("cpu"), torch.bfloat16, PLAIN, "auto")[1] == "eager (no CUDA device)"
