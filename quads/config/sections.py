@@ -190,6 +190,9 @@ class SourceSettings:
     rewards: tuple[WeightedReward, ...] = key(
         (), 'several in place of `reward`, summed by weight: [{ reward = "math", weight = 0.8 }, ...]'
     )
+    confined: bool = key(
+        False, "FILE.py:FUNCTION: judge each response in a fork without files, network and your environment"
+    )
     percent_as_unit: bool = key(False, "reward math: 25% also answers 25, as where a question asks for a percentage")
     code_score: Literal["all", "fraction"] = key("all", "reward code: 1 if all tests pass, or the fraction that does")
     code_tolerance: float = key(
@@ -221,7 +224,8 @@ class RewardSettings:
     )
     sandbox: Literal["auto", "namespaces", "landlock", "none"] = key(
         "auto",
-        "isolation of programs and of answers to math and task: auto takes the first that works; none: limits only",
+        "isolation of programs and of answers (math, task, confined functions): auto takes the first that works; none: "
+        "limits only",
     )
     code_time_s: float = key(6.0, "seconds one test of a program may take", above=0.0, high=3600.0)
     code_total_s: float = key(60.0, "seconds all tests of a program may take", above=0.0, high=86_400.0)

@@ -13,12 +13,15 @@ import gc
 import json
 import math
 import os
+import resource
 import select
 import signal
 import struct
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NoReturn
 
 from quads.sandbox import linux as linux
@@ -36,7 +39,8 @@ NO_FILES = 0
 class Rules:
     """What calls may do and say. mechanism: namespaces, landlock or none.
 
-    packages: folders to read -> where they are imported from. low, high: bounds of the number. errors: may a call end
+    packages: folders to read -> where they are imported from. memory: address space of a call in bytes, beside what its
+    server has. low, high: bounds of the number. errors: may a call end
     the run with a message?
     """
 
@@ -59,7 +63,12 @@ def serve(requests: int, replies: int, rules: Rules, make: Callable[[], Callable
     volunteer_for_oom_kill()
     null = os.open(os.devnull, os.O_WRONLY)
     answer = make()
-    confinement = enter(rules.mechanism, rules.packages, hide_others=False)
+    taken = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    try:
+        confinement = enter(rules.mechanism, rules.packages, hide_others=False)
+    except OSError as error:
+        print(f"a judge cannot be confined ({error}); what it imports must leave no thread running", file=sys.stderr)
+        raise SystemExit(2) from None
     if confinement.alone:
         linux.unshare(linux.CLONE_NEWPID)
         first = os.fork()
@@ -75,7 +84,7 @@ def serve(requests: int, replies: int, rules: Rules, make: Callable[[], Callable
         linux.prctl(linux.PR_SET_CHILD_SUBREAPER, 1)
     os.dup2(null, 2)
     gc.freeze()  # a collection in a fork would copy what it looks at
-    limits = Limits(rules.time_s, rules.memory, output=0, disk=NO_FILES, threads=4)
+    limits = Limits(rules.time_s, taken + rules.memory, output=0, disk=NO_FILES, threads=4)
     _send(replies, b"")  # ready
     while watch.request():
         receive, send = os.pipe()

@@ -13,7 +13,7 @@ from quads.model.model import MoEDecoder
 from quads.model.moe import Experts
 from quads.quant import fp8, nvfp4, residual
 from quads.quant.convert import convert_learner, convert_rollout
-from quads.quant.masters import quantized_weights, requantize, sharing_groups
+from quads.quant.masters import pack_group, quantized_weights, requantize, sharing_groups
 from quads.quant.recipes import RECIPES, QuantSpec, resolve
 from quads.quant.rollout import load_weight, named_weights
 from quads.quant.sites import is_targeted, layer_of, site_of_parameter
@@ -160,6 +160,21 @@ def test_what_is_shipped(recipe):
             if isinstance(tensor, QuantizedTensor):
                 assert torch.equal(tensor.packed, other[name].packed)
                 assert torch.equal(tensor.global_scale, other[name].global_scale)
+
+
+def test_a_rollout_in_another_format_than_the_learner_gets_weights_packed_for_it():
+    """The bytes that a learner without quantization ships, and those of the same weights in no model."""
+    spec = spec_of("quads", learner_weights="fp8")
+    source = learner("fp8")
+    shipped = dict(quantized_weights(source, spec))
+    expected = dict(quantized_weights(decoder(), spec_of("naive")))
+    for group in sharing_groups(source, spec.targets):
+        alone = pack_group({name: master.detach() for name, master in group.parameters().items()}, "nvfp4", "pow2")
+        for name in group.members:
+            for tensor in (shipped[name], alone[name]):
+                assert isinstance(tensor, QuantizedTensor) and tensor.format == "nvfp4"
+                assert torch.equal(tensor.packed, expected[name].packed)
+                assert torch.equal(tensor.global_scale, expected[name].global_scale)
 
 
 def test_layers_that_stay_unquantized():

@@ -84,10 +84,10 @@ def test_a_hung_grader_scores_0_is_counted_and_stalls_nobody() -> None:
     pool = RewardPool(RewardSettings(workers=2, judge_time_s=2.0), {"s": source})
     try:
         warm = Example("w", "s", "p", [1], "1")
-        started_judges = [pool.submit(warm, r"\boxed{1}") for _ in range(2)]
+        started_judges = [pool.submit(warm, r"\boxed{+1}") for _ in range(2)]
         assert [future.result().reward for future in started_judges] == [1.0] * 2
         problems = [Example(str(i), "s", "p", [1], "1") for i in range(4)]
-        texts = {1: HANGS, 2: "1", 3: "2"}
+        texts = {1: HANGS, 2: "+1", 3: "+2"}  # plain numbers need no judge
         write = lambda batch: [rf"\boxed{{{texts[ids[0]]}}}" for ids in batch]  # noqa: E731
         grading = Grading(pool.submit, write, (9,), problems, truncated=False)
         started = time.monotonic()

@@ -63,13 +63,15 @@ def test_every_kind_in_one_batch(pool: RewardPool) -> None:
         (example("tagged", "yes"), "yes"),
         (gym, gym.answer["answer"]),
         (gym, "no number"),
+        (gym, " \n"),
         (tagged_gym, gym.answer["answer"]),
+        (tagged_gym, "<answer></answer>"),
         (tagged_gym, f"<answer>{gym.answer['answer']}</answer>"),
         (example("code", tests), "```python\nprint(int(input()) ** 2)\n```"),
         (example("code", tests), "```python\nprint(4)\n```"),
         (example("part", tests), "```python\nprint(4)\n```"),
     ]
-    assert score_batch(pool, batch) == [1.0, 0.0, 1.0, 1.0, 0.0, 1.0, 0.0, 1.0, 0.0, 0.0, 1.0, 1.0, 0.0, 0.5]
+    assert score_batch(pool, batch) == [1.0, 0.0, 1.0, 1.0, 0.0, 1.0, 0.0, 1.0, 0.0, 0.0, 0.0, 0.0, 1.0, 1.0, 0.0, 0.5]
 
 
 def test_scoring_runs_beside_the_caller(pool: RewardPool) -> None:
@@ -86,7 +88,7 @@ def test_an_answer_that_takes_for_ever_is_wrong_and_the_next_is_judged(pool: Rew
     verdict = pool.submit(example("math", "1"), rf"\boxed{{{hard}}}").result(timeout=30)
     assert verdict.reward == 0.0 and verdict.failed
     assert verdict.seconds < 2.0 + 2.0  # the limit, and a busy machine
-    assert score_batch(pool, [(example("math", "1"), r"\boxed{1}")] * 4) == [1.0] * 4
+    assert score_batch(pool, [(example("math", "1"), r"\boxed{+1}")] * 4) == [1.0] * 4
 
 
 def test_a_judge_that_died_while_idle_is_replaced_and_asked_again() -> None:
@@ -142,7 +144,6 @@ def test_the_right_answer_of_a_data_set_scores_one(name: str) -> None:
     entry = dataset[0]
     answer = entry["answer"] or entry["metadata"]["valid_answers"][0]
     assert score(dataset, answer, entry) == 1.0
-    assert score(dataset, None, entry) == score(dataset, "", entry) == 0.0
 
 
 def test_scorers_that_eval_give_nothing_to_code() -> None:

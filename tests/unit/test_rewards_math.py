@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import sympy.parsing.sympy_parser
 
-from quads.rl.rewards.math import extract_answer, is_readable, math_reward, same_answer
+from quads.rl.rewards.math import at_sight, extract_answer, is_readable, math_reward, same_answer
 from quads.rl.rewards.math_expression import read_expression
 from quads.rl.rewards.math_text import COMMANDS, Unreadable, clean, restricted
 from tests.helpers import REPOSITORY
@@ -35,6 +35,35 @@ def test_verdict(gold: str, response: str, right: bool) -> None:
     started = time.perf_counter()
     assert math_reward(gold, _response(response)) == float(right)
     assert time.perf_counter() - started < LIMIT_S
+
+
+def test_what_is_decided_at_sight_is_what_a_judge_would_decide() -> None:
+    numbers = ["0", "-0", "7", "-7", "42", "007", "+7", "1,000", "1e2", "0.0", "0.5", "0.50", "-0.5", "1/2", "-1/2"]
+    numbers += [r"\frac{1}{2}", r"\dfrac{2}{4}", r"-\tfrac{1}{2}", "14/2", "3.0", "3", "1.10", "1.1", "0.333", "1/3"]
+    numbers += ["123456789012345678", "123456789012345678.000000000000000001", "1/0", r"\frac12", "1 1/2", "9" * 19]
+    decided = 0
+    for gold in numbers:
+        for answer in numbers:
+            verdict = at_sight(gold, rf"so \boxed{{{answer}}}")
+            if verdict is not None:
+                assert verdict == math_reward(gold, rf"so \boxed{{{answer}}}"), (gold, answer)
+                decided += 1
+    plain = len(numbers) - len(["007", "+7", "1,000", "1e2", "1/0", r"\frac12", "1 1/2", "9" * 19])
+    assert decided == plain**2 + len(numbers) - plain  # and the others where they are the same text
+    decided = 0
+    for gold, response, right in PAIRS:
+        verdict = at_sight(gold, _response(response))
+        decided += verdict is not None
+        assert verdict in (None, float(right)), (gold, response)
+    assert decided > 30
+
+
+def test_what_is_not_decided_at_sight() -> None:
+    assert at_sight("5", "no answer\nat all") == 0.0
+    assert at_sight(r"\frac{x}{2}", r"\boxed{\frac{x}{2}}") == 1.0
+    assert at_sight(r"so \boxed{4}", r"so \boxed{4}") is None  # a gold answer that is a solution
+    assert at_sight("4", r"\boxed{2+2}") is None
+    assert at_sight("4", " " * (1 << 20) + r"\boxed{4}") is None
 
 
 def test_percent_as_unit_is_a_choice() -> None:

@@ -5,7 +5,7 @@
     python -m quads.rl.rewards my_rewards.py:score FILE    rows {response, answer} and what else the function reads
 
 print one JSON object a row, in order: reward (null without a verdict) and seconds. Options: --sandbox none, --time-s
-SECONDS.
+SECONDS, --confined for a function that asks for it.
 """
 
 import argparse
@@ -37,6 +37,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument(
         "--time-s", type=real(above=0.0), default=None, help="seconds for one answer, or one test of a program"
     )
+    parser.add_argument("--confined", action="store_true", help="judge in forks without files, as the key of a source")
     parser.add_argument("--workers", type=whole(0), default=0, help="processes (default: one for each core)")
     options = parser.parse_args(argv)
     words = [word for word in REWARDS if word != "task"]  # which judges generated problems, not rows of a file
@@ -46,7 +47,7 @@ def main(argv: list[str] | None = None) -> None:
     if options.time_s is not None:
         settings = dataclasses.replace(settings, judge_time_s=options.time_s, code_time_s=options.time_s)
     column = "tests" if options.reward == "code" else "answer"
-    source = SourceSettings(kind="jsonl", reward=options.reward, answer_column=column)
+    source = SourceSettings(kind="jsonl", reward=options.reward, answer_column=column, confined=options.confined)
     pool = RewardPool(settings, {SOURCE: source})
     try:
         examples = read_examples(pool.rewards[SOURCE], options.file)

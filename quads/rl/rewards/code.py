@@ -15,7 +15,7 @@ from quads.rl.rewards.code_tests import (
     whole_number,
 )
 from quads.rl.rewards.isolation import user_error
-from quads.rl.rewards.reward import Graders, Reward
+from quads.rl.rewards.reward import Graders, Reward, at_once
 from quads.rl.rewards.text import extract_code
 from quads.sandbox.helpers import then
 from quads.sandbox.pool import Job, Outcome, Sandbox
@@ -59,9 +59,7 @@ def submit_program(sandbox: Sandbox, tests: CodeTests, response: str, score: str
     fraction of tests that pass. A program that broke its server gives no verdict, and gets a fresh one once."""
     code = extract_code(response)
     if code is None:
-        wrong: Future[Verdict] = Future()
-        wrong.set_result(Verdict(0.0, 0.0))
-        return wrong
+        return at_once(0.0)
     job = Job(code, tests.inputs, tests.function, bool(tests.function) or tests.numeric_lines)
     return again(lambda: _submit(sandbox, tests, job, score))
 

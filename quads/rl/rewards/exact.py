@@ -5,7 +5,7 @@ from typing import Any
 
 from quads.config.sections import SourceSettings
 from quads.data.rows import Prompt, text_answer
-from quads.rl.rewards.reward import Graders, Reward
+from quads.rl.rewards.reward import Graders, Reward, at_once
 from quads.rl.rewards.text import tagged
 from quads.types import Example, Verdict
 
@@ -23,6 +23,4 @@ class Exact(Reward):
         return prompt, text_answer(values, self._settings)
 
     def submit(self, example: Example, answer: Any, text: str) -> "Future[Verdict]":
-        verdict: Future[Verdict] = Future()
-        verdict.set_result(Verdict(float(tagged(text, self._settings.answer_tag) == answer), 0.0))
-        return verdict
+        return at_once(float(tagged(text, self._settings.answer_tag) == answer))

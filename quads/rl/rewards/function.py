@@ -3,6 +3,10 @@
 It runs in judges, which time out and are killed like the others; its file is imported there once for each process,
 never in the trainer. What it raises, or returns that is no number, ends the run with a message: a fault in a reward
 must not look like a wrong response.
+
+A function that parses or evaluates responses asks for confinement by `confined = true` in its source. It then judges
+each response in a fork like those of `math` and `task`, after its file has been imported: no files, no network, no
+environment of the user.
 """
 
 import importlib.util
@@ -33,6 +37,7 @@ class Function(Reward):
     """Its answer is (the answer column, the whole row); the column may be left out by answer_column = ""."""
 
     whole_row = True
+    keys = ("confined",)
 
     def __init__(self, where: str, word: str, settings: SourceSettings, graders: Graders):
         file, function = split_function(word)
@@ -40,7 +45,8 @@ class Function(Reward):
             raise UserError(f"{where} reward {word}: there is no file {os.path.abspath(file)}")
         self.columns = (settings.answer_column,) if settings.answer_column else ()
         self._settings = settings
-        self._judge = graders.judge(__name__, "make_judge", os.path.abspath(file), function, f"{where} reward {word}")
+        setup = os.path.abspath(file), function, f"{where} reward {word}"
+        self._judge = graders.judge(__name__, "make_judge", *setup, confined=settings.confined)
 
     def read(self, values: dict[str, Any], prompt: Prompt) -> tuple[Prompt, Any]:
         if not self._settings.answer_column:

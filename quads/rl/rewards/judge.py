@@ -6,7 +6,7 @@ judge that shall be called; the reply is JSON, {"reward": number}, {"none": why}
 {"error": text}. No torch is imported here.
 
 A judge parses a response or runs it, so it is confined as programs are (sandbox/calls.py). MECHANISM `own` is for
-functions of the user: they keep the process, its environment and as much memory as their imports need.
+functions of the user that do not ask for this: they keep the process, its environment and all the memory there is.
 """
 
 import base64
@@ -18,6 +18,7 @@ import sys
 from collections.abc import Callable
 
 from quads.errors import UserError
+from quads.rl.rewards import function
 from quads.sandbox.calls import Rules, serve
 from quads.sandbox.helpers import HEADER, REPOSITORY
 
@@ -45,7 +46,10 @@ def main(module_name: str, setups: str, mechanism: str, time_s: float) -> None:
         os.dup2(null, 2)
         _serve_here(requests, replies, answer)
     else:
-        serve(requests, replies, Rules(mechanism, _packages(), time_s, MEMORY_BYTES, low=0.0, high=1.0), make)
+        users = module_name == function.__name__  # any number is a reward, and a fault ends the run
+        low, high = (-function.LARGEST, function.LARGEST) if users else (0.0, 1.0)
+        # Found before the user's file is imported: its folder is no package.
+        serve(requests, replies, Rules(mechanism, _packages(), time_s, MEMORY_BYTES, low, high, errors=users), make)
 
 
 def _judge(judges: list[Callable[..., float]], request: bytes) -> float | str:

@@ -44,7 +44,8 @@ class JudgePool:
 
     Args:
         module: its functions make the judges of this pool, such as `quads.rl.rewards.math`.
-        own: whether these are the user's functions. Then a judge keeps the user's environment and is not confined.
+        confined: whether each answer is judged in a confined fork. If not, as for functions of the user that do not ask
+            for it, a judge keeps the user's environment.
         mechanism: gives the one that confines judges, when the first one starts.
 
     Example: `JudgePool("quads.rl.rewards.math", 2, 5.0).add("make_judge", False).submit("1/2", "so \\\\boxed{0.5}")`
@@ -55,10 +56,10 @@ class JudgePool:
         module: str,
         workers: int = 0,
         time_s: float = 5.0,
-        own: bool = False,
+        confined: bool = True,
         mechanism: Callable[[], str] = isolation,
     ):
-        self.module, self.time_s, self.own, self._mechanism = module, time_s, own, mechanism
+        self.module, self.time_s, self.confined, self._mechanism = module, time_s, confined, mechanism
         self.workers = default_workers(workers)
         self._setups: list[tuple[str, tuple[Any, ...]]] = []
         self._started = False
@@ -99,16 +100,16 @@ class JudgePool:
 
     def _ask_once(self, helper: Helper, request: bytes) -> dict[str, Any]:
         # A confined judge keeps the time itself, and lives on; this is for one that does not.
-        return json.loads(helper.ask(request, self.time_s if self.own else self.time_s + GRACE_S))
+        return json.loads(helper.ask(request, self.time_s + GRACE_S if self.confined else self.time_s))
 
     def _helper(self) -> Helper:
         self._started = True
         setups = base64.b64encode(pickle.dumps(self._setups)).decode()
-        path = [] if self.own else ["-P"]  # what lies in the current folder is no package of a confined judge
-        mechanism = "own" if self.own else self._mechanism()
+        path = ["-P"] if self.confined else []  # what lies in the current folder is no package of a confined judge
+        mechanism = self._mechanism() if self.confined else "own"
         arguments = [self.module, setups, mechanism, str(self.time_s)]
         command = [sys.executable, *path, "-m", "quads.rl.rewards.judge", *arguments]
-        return Helper(command, judge_environment(inherit=self.own))
+        return Helper(command, judge_environment(inherit=not self.confined))
 
 
 @dataclass(frozen=True)

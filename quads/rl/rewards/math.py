@@ -9,6 +9,7 @@ Two shapes are compared exactly (math_compare.py); math-verify's own comparison 
 import re
 from collections.abc import Callable
 from concurrent.futures import Future
+from fractions import Fraction
 from typing import Any
 
 from quads.config.sections import SourceSettings
@@ -17,7 +18,8 @@ from quads.rl.rewards.judges import BATCH, AnswerCheck
 from quads.rl.rewards.math_compare import Comparison
 from quads.rl.rewards.math_shapes import Words, read_shape
 from quads.rl.rewards.math_text import Unreadable, clean, plain_words
-from quads.rl.rewards.reward import Graders, Reward
+from quads.rl.rewards.reward import Graders, Reward, at_once
+from quads.rl.rewards.text import LONGEST
 from quads.types import Example, Verdict
 
 SPACE = re.compile(r"(?<!\d)\s+|\s+(?!\d)")  # not between two numbers
@@ -36,6 +38,10 @@ MAX_LENGTH = 2_000  # characters of an answer; longer ones are no answers
 # A sentence ends where a full stop is followed by space or the end; a decimal point is not.
 SENTENCE_END = re.compile(r"\.(?=\s|$)")
 WORD = re.compile(r"(?<!\\)\b[a-zA-Z]{2,}")
+NUMBER = re.compile(
+    r"(-?)(?:((?:0|[1-9][0-9]{0,17})(?:\.[0-9]{1,18})?)"
+    r"|([1-9][0-9]{0,17})/([1-9][0-9]{0,17})|\\[dt]?frac\{([1-9][0-9]{0,17})\}\{([1-9][0-9]{0,17})\})"
+)
 MAX_WORDS = 6  # of a gold answer that is words, not mathematics
 # One of each kind, so that what a kind imports is there.
 WARM = (
@@ -76,7 +82,41 @@ class Math(Reward):
         return ["" if yes else "answer that cannot be read as mathematics" for yes in self._readable(answers)]
 
     def submit(self, example: Example, answer: Any, text: str) -> "Future[Verdict]":
-        return self._judge.submit(answer, text)
+        reward = at_sight(answer, text)
+        return self._judge.submit(answer, text) if reward is None else at_once(reward)
+
+
+def at_sight(gold: str, response: str) -> float | None:
+    """The verdict of `math_reward` where it takes no parser, else None: there is no answer, it is the gold answer's
+    text, or both are plain numbers. Runs in the trainer, in linear time, so that most answers need no fork.
+
+    gold: an answer that `is_readable`.
+
+    Example: `at_sight("0.5", "so \\boxed{\\frac{1}{2}}")` -> 1.0
+    """
+    if len(response) > LONGEST:
+        return None
+    answer = extract_answer(response)
+    if answer is None:
+        return 0.0
+    ours, theirs = plain_number(gold), plain_number(answer)
+    if ours is not None and theirs is not None:
+        return float(ours == theirs)
+    same = gold == answer and len(gold) <= MAX_LENGTH and "boxed" not in gold and "fbox" not in gold
+    return 1.0 if same else None
+
+
+def plain_number(text: str) -> Fraction | None:
+    """An integer, a decimal or a fraction of integers, written plainly; None for all else, such as 007 and 1,000.
+
+    Example: `plain_number("-0.50")` -> Fraction(-1, 2)
+    """
+    found = NUMBER.fullmatch(text) if len(text) <= 64 else None
+    if found is None:
+        return None
+    sign, decimal, *parts = found.groups()
+    value = Fraction(decimal) if decimal else Fraction(*(int(part) for part in parts if part))
+    return -value if sign else value
 
 
 # ---- in the judge

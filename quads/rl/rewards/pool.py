@@ -72,7 +72,7 @@ def make_reward(where: str, settings: SourceSettings, graders: Graders) -> Rewar
         members.append((reward_name(weighted.reward), weighted.weight, reward))
     used = {key for _, _, reward in members for key in reward.keys}
     defaults = {field.name: field.default for field in fields(SourceSettings)}
-    for word in REWARDS:
+    for word in (*REWARDS, "FILE.py:FUNCTION"):
         for key in reward_class(word).keys:
             if key not in used and getattr(settings, key) != defaults[key]:
                 names = ", ".join(name for name, _, _ in members)
@@ -93,15 +93,14 @@ class _Processes:
     def __init__(self, settings: RewardSettings):
         self.settings = settings
         self.programs = False  # whether any reward runs generated programs
-        self._judges: dict[str, JudgePool] = {}
+        self._judges: dict[tuple[str, bool], JudgePool] = {}
         self._sandbox: Sandbox | None = None
 
-    def judge(self, module: str, maker: str, *setup: Any) -> Judge:
-        if module not in self._judges:
-            own = module == Function.__module__
-            s = self.settings
-            self._judges[module] = JudgePool(module, s.workers, s.judge_time_s, own, lambda: self.mechanism)
-        return self._judges[module].add(maker, *setup)
+    def judge(self, module: str, maker: str, *setup: Any, confined: bool = True) -> Judge:
+        key, s = (module, confined), self.settings
+        if key not in self._judges:
+            self._judges[key] = JudgePool(module, s.workers, s.judge_time_s, confined, lambda: self.mechanism)
+        return self._judges[key].add(maker, *setup)
 
     def need_sandbox(self) -> None:
         self.programs = True
@@ -118,10 +117,11 @@ class _Processes:
         return self._sandbox
 
     def check(self) -> str:
-        if Function.__module__ in self._judges:
-            self._judges[Function.__module__].start()
-        confined = self.programs or self._judges.keys() - {Function.__module__}
-        return self.mechanism if confined else ""
+        mechanism = self.mechanism if self.programs or any(confined for _, confined in self._judges) else ""
+        for (module, _), pool in self._judges.items():
+            if module == Function.__module__:
+                pool.start()
+        return mechanism
 
     def close(self) -> None:
         for pool in (*self._judges.values(), self._sandbox):

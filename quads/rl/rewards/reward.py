@@ -17,7 +17,7 @@ from quads.types import Example, Verdict
 class Graders(Protocol):
     """The other processes that rewards may judge in (pool.py). They start with the first response."""
 
-    def judge(self, module: str, maker: str, *setup: Any) -> Judge:
+    def judge(self, module: str, maker: str, *setup: Any, confined: bool = True) -> Judge:
         """`maker(*setup)` of a module of this folder, in judges. Called while a reward is built."""
         ...
 
@@ -56,3 +56,10 @@ class Reward(AnswerReader, Protocol):
     def submit(self, example: Example, answer: Any, text: str) -> "Future[Verdict]":
         """Start scoring one response. answer: what `read` and `unpack` have made of the row."""
         ...
+
+
+def at_once(reward: float) -> "Future[Verdict]":
+    """The verdict that needs no other process."""
+    verdict: Future[Verdict] = Future()
+    verdict.set_result(Verdict(reward, 0.0))
+    return verdict

@@ -10,7 +10,7 @@ from quads.config.sections import SourceSettings
 from quads.data.reasoning import make_dataset
 from quads.data.rows import Prompt
 from quads.errors import UserError
-from quads.rl.rewards.reward import Graders, Reward
+from quads.rl.rewards.reward import Graders, Reward, at_once
 from quads.rl.rewards.text import tagged
 from quads.types import Example, Verdict
 
@@ -38,13 +38,14 @@ class Task(Reward):
         return 0  # a problem that comes again may show another of several right answers
 
     def submit(self, example: Example, answer: Any, text: str) -> "Future[Verdict]":
-        return self._judge.submit(answer, tagged(text, self._tag))
+        found = tagged(text, self._tag)
+        return self._judge.submit(answer, found) if found else at_once(0.0)
 
 
 # ---- in the judge
 
 
-def make_judge(name: str, params: dict[str, Any]) -> Callable[[dict[str, Any], str | None], float]:
+def make_judge(name: str, params: dict[str, Any]) -> Callable[[dict[str, Any], str], float]:
     """Scores answers to problems of one data set."""
     dataset = make_dataset(f"reasoning-gym {name}", name, params, seed=1, size=64)
     dataset[0]  # what the first problem imports, forks need not
@@ -59,12 +60,10 @@ def read_literals() -> None:
         sys.modules[f"reasoning_gym.{name}"].eval = ast.literal_eval  # type: ignore[attr-defined]
 
 
-def score(dataset: Any, text: str | None, entry: dict[str, Any]) -> float:
-    """The data set's own score of a response, in [0, 1]; 0 where there is no answer.
+def score(dataset: Any, text: str, entry: dict[str, Any]) -> float:
+    """The data set's own score of an answer, in [0, 1].
 
     Some scorers run the answer as Python, or hand it to a parser that does: only a confined fork may call this. Such an
     answer can then give itself any score, so `read_literals` narrows the ones that call `eval` by name.
     """
-    if not text:
-        return 0.0
     return min(1.0, max(0.0, float(dataset.score_answer(text, entry))))
