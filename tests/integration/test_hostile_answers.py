@@ -1,6 +1,8 @@
 """Answers that attack the scorer of their data set: none leaves a file or a process, or changes the next verdict.
 
 What a scorer of reasoning-gym evaluates runs in a confined fork. Every data set is attacked, some inside `composite`.
+Two walls are tested apart: the forks, with scorers that run what they are given (unguarded_scorers.py), and what `task`
+makes of those scorers, which runs nothing.
 """
 
 import dataclasses
@@ -47,7 +49,14 @@ def mechanism(request: pytest.FixtureRequest) -> str:
         pytest.skip(str(reason))
 
 
-def attack(mechanism: str, name: str, mark: Path, inside: str = "") -> None:
+@pytest.fixture
+def unguarded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Judges of `task` whose scorers are as they come."""
+    monkeypatch.setattr("quads.rl.rewards.task.__name__", "tests.integration.unguarded_scorers")
+
+
+def attack(mechanism: str, name: str, mark: Path, inside: str = "", most: float = 1.0) -> None:
+    """most: what an attack may be worth."""
     params = {"datasets": [{"name": inside, "weight": 1.0}]} if inside else {}
     try:
         entry = make_dataset("test", name, params, seed=5, size=4)[0]
@@ -64,7 +73,7 @@ def attack(mechanism: str, name: str, mark: Path, inside: str = "") -> None:
         assert not before.failed and not wrong.failed, (before, wrong)
         for text in payloads(mark, os.getpid()):
             verdict = pool.submit(example, text).result()
-            assert 0.0 <= verdict.reward <= 1.0
+            assert 0.0 <= verdict.reward <= most, (name, text)
             assert not mark.exists(), (name, text)
             assert pool.submit(example, "no answer at all").result().reward == wrong.reward, (name, text)
         assert pool.submit(example, answer).result().reward == before.reward
@@ -88,22 +97,32 @@ def _wait_for(condition) -> bool:
     return True
 
 
+@pytest.mark.usefixtures("unguarded")
 @pytest.mark.parametrize("name", KNOWN)
 def test_scorers_that_evaluate_answers(mechanism: str, name: str, tmp_path: Path) -> None:
     attack(mechanism, name, tmp_path / "mark")
 
 
+@pytest.mark.parametrize("name", KNOWN)
+def test_an_attack_is_worth_no_more_than_nonsense(name: str, tmp_path: Path) -> None:
+    """Not even without confinement: nothing of it is run."""
+    attack("none", name, tmp_path / "mark", most=0.1)  # what a scorer gives for any answer
+
+
+@pytest.mark.usefixtures("unguarded")
 @pytest.mark.parametrize("inside", ["countdown", "n_queens"])
 def test_scorers_inside_a_composite(mechanism: str, inside: str, tmp_path: Path) -> None:
     attack(mechanism, "composite", tmp_path / "mark", inside)
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("unguarded")
 @pytest.mark.parametrize("name", sorted(set(DATASETS) - {"composite"}))
 def test_every_scorer(mechanism: str, name: str, tmp_path: Path) -> None:
     attack(mechanism, name, tmp_path / "mark")
 
 
+@pytest.mark.usefixtures("unguarded")
 def test_the_attack_works_without_confinement(tmp_path: Path) -> None:
     """Else nothing is shown: a judge that is not confined makes the file."""
     with pytest.raises(AssertionError, match="countdown"):

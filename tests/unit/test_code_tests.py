@@ -226,6 +226,8 @@ def test_boxed_outputs() -> None:
         ("```python\nprint(4)\n```\n```", None),
         ("````python\nprint(4)\n```", None),
         ("```\nx\n```" + " " * (1 << 20), None),
+        ("```\n```\n" * 4095 + "```\nx\n```", "x\n"),
+        ("```\n```\n" * 4096 + "```\nx\n```", None),  # more than 8192 fences
     ],
 )
 def test_the_last_fenced_block_counts(response: str, code: str | None) -> None:

@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import sympy
+import sympy.parsing.sympy_parser
 
 from quads.config.sections import RewardSettings, SourceSettings
 from quads.data.reasoning import make_dataset
@@ -17,7 +19,7 @@ from quads.rl.rewards.code import again
 from quads.rl.rewards.code_tests import CodeTests
 from quads.rl.rewards.judges import JudgePool, judge_environment
 from quads.rl.rewards.pool import RewardPool
-from quads.rl.rewards.task import read_literals, score
+from quads.rl.rewards.task import narrow_scorers, read_formula, score
 from quads.rl.rewards.text import tagged
 from quads.sandbox.helpers import Helper, HelperError, HelperPool
 from quads.types import Example, Verdict
@@ -152,10 +154,47 @@ def test_scorers_that_eval_give_nothing_to_code() -> None:
     entry = dataset[0]
     vars(sys.modules[type(dataset).__module__]).pop("eval", None)  # as the library comes
     assert dataset.score_answer("list(oracle_answer)", entry) > 0  # the hole
-    read_literals()
+    narrow_scorers()
     for attack in ("list(oracle_answer)", 'entry["answer"]', "[c for c in oracle_answer]", "__import__('os').getcwd()"):
         assert score(dataset, attack, entry) == 0.0
     assert score(dataset, str(list(entry["answer"])), entry) == pytest.approx(0.1)  # a literal list, as intended
+
+
+@pytest.mark.parametrize(
+    "name", ["countdown", "puzzle24", "simple_integration", "intermediate_integration", "polynomial_multiplication"]
+)
+def test_scorers_that_parse_run_nothing_and_take_every_right_answer(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An answer that fetches the entry's, from the frames above the parser."""
+    dataset = make_dataset("test", name, {}, seed=3, size=16)
+    entry = "__import__('sys')._getframe({}).f_locals['entry']"
+    fetching = [f"__import__('sympy').S({entry.format(depth)}['answer'])" for depth in range(8)]
+    for owner in (sympy, sys.modules[type(dataset).__module__]):
+        if hasattr(owner, "parse_expr"):
+            monkeypatch.setattr(owner, "parse_expr", sympy.parsing.sympy_parser.parse_expr)  # as the library comes
+    nothing = score(dataset, "no answer at all", dataset[0])
+    worth = max(score(dataset, attack, dataset[0]) for attack in fetching)
+    assert worth == {"countdown": 0.05, "puzzle24": nothing}.get(name, 1.0)  # the hole; those two count digits as well
+    narrow_scorers()
+    for i in range(12):
+        assert score(dataset, dataset[i]["answer"], dataset[i]) == 1.0
+    for attack in (*fetching, "getattr(1, chr(97))", "exec(x)", "(lambda: 24)()"):
+        assert score(dataset, attack, dataset[0]) == nothing
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["x.real", "x[0]", "[24]", "'24'", "f'{x}'", "sin.x", "sin(*x)", "log(x, evaluate=x)", "eval", "S(x)", "sympify(x)",
+     "getattr(x, y)", "sin(x)(y)", "(lambda: 1)()", "1 if x else 2", "[y for y in x]", "{x}", "x, y", "x and y", "1j",
+     "\uff45val(x)", "x := 1", "24 = x", "24; x"],
+)  # fmt: skip
+def test_what_is_no_formula(text: str) -> None:
+    with pytest.raises((ValueError, SyntaxError)):
+        read_formula(text)
+
+
+def test_formulas() -> None:
+    assert read_formula(" 6*(5 - 1) ") == 24 and read_formula("7//2 + 2**3 - -1") == 12
+    assert str(read_formula("sqrt(alpha)*sin(x)/pi + C - exp(E)")) == "C + sqrt(alpha)*sin(x)/pi - exp(E)"
 
 
 # ---- helper processes

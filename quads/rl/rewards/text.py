@@ -6,8 +6,10 @@ it, as it would reward a response for what it went on to replace.
 
 import re
 from collections.abc import Iterator
+from itertools import islice
 
 LONGEST = 1 << 20  # characters; a longer response has no answer
+MOST_FENCES = 8192  # lines; looking at each takes 1 to 3 us
 FENCE = re.compile(r"^([ \t]*+)(`{3,}+|~{3,}+)([^\n]*+)$", re.MULTILINE)
 PYTHON = ("", "python", "py", "python3", "py3", "python2")
 # Python's text up to the next triple quote: other characters, strings of one line, comments.
@@ -35,24 +37,27 @@ def extract_code(response: str) -> str | None:
     """The last fenced block after any `</think>`; a response without fences is taken to be code itself.
 
     A fence is three or more backticks or tildes; as many or more of the same end it. In a block of Python, one inside
-    a triple-quoted string is part of the string. None if the last block is left open.
+    a triple-quoted string is part of the string. None if the last block is left open, and for thousands of fences.
     """
     if len(response) > LONGEST:
         return None
     response = response.rpartition("</think>")[2].replace("\r\n", "\n")
+    fences = list(islice(FENCE.finditer(response), MOST_FENCES + 1))
+    if len(fences) > MOST_FENCES:
+        return None
     code: str | None = response
-    for indent, start, end in _blocks(response):
+    for indent, start, end in _blocks(response, fences):
         code = None if end is None else response[start:end]
         if code and indent:  # a block inside a list item is indented with its fence
             code = re.sub(rf"^{indent}", "", code, flags=re.MULTILINE)
     return code
 
 
-def _blocks(text: str) -> Iterator[tuple[str, int, int | None]]:
+def _blocks(text: str, fences: list[re.Match[str]]) -> Iterator[tuple[str, int, int | None]]:
     """(the fence's indent, where the block's lines start, where they end or None for one left open) of each block."""
     inside: re.Match[str] | None = None
     strings = _Strings(text)
-    for fence in FENCE.finditer(text):
+    for fence in fences:
         marks, info = fence[2], fence[3].strip()
         if inside is None:
             if marks[0] == "~" or "`" not in info:
