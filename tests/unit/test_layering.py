@@ -84,7 +84,7 @@ BUDGETS = {
     "rollout/native": 950,
     "rollout/vllm": 2500,
     "rl": 1650,  # corrections of the loss for a rollout that is not the learner's policy are 200
-    "rl/rewards": 2700,
+    "rl/rewards": 2800,  # readers for scorers that would run an answer, and numbers compared without a fork
     "data": 1300,
     "sandbox": 1850,  # judges are confined here as well
     "plan": 850,
