@@ -110,11 +110,14 @@ def test_asking_for_the_most_likely_tokens_changes_no_draw(pair: Any) -> None:
     prompts, seeds = make_prompts(5), list(range(5))
     plain = engine.generate(prompts, 1, SAMPLING, seeds)
     groups = engine.generate(prompts, 1, replace(SAMPLING, top_logprobs=8), seeds)
+    listed = 0
     for (alone,), (c,) in zip(plain, groups, strict=True):
         assert c.token_ids == alone.token_ids and c.logprobs == alone.logprobs
         assert (c.top_ids.shape, c.top_logprobs.shape) == ((24, 8), (24, 8))
         drawn = c.top_ids == torch.tensor(c.token_ids)[:, None]
-        assert drawn.any() and torch.allclose(c.top_logprobs[drawn], torch.tensor(c.logprobs)[drawn.any(-1)], atol=1e-5)
+        assert torch.allclose(c.top_logprobs[drawn], torch.tensor(c.logprobs)[drawn.any(-1)], atol=1e-5)
+        listed += int(drawn.sum())
+    assert listed > 0  # of 120 draws; a random model may draw none of its likeliest in one response
 
 
 def test_a_seed_draws_what_the_native_engine_draws(pair: Any) -> None:

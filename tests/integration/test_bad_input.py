@@ -279,11 +279,13 @@ CASES = {
     ),
     # memory, hardware, processes
     "too little memory for the cache": Case(
-        "the run needs about ... GiB on cpu but ... are free; largest: KV cache ... Lower rollout.max_batch",
+        "the run needs about ... GiB on cpu but ... are free; largest, in phase rollout: KV cache ... Lower "
+        "rollout.max_batch",
         {"rollout__max_batch": 10**6, "rollout__max_new_tokens": 50, "rl__microbatch_tokens": 10**3},
     ),
     "too little memory for the model": Case(
-        "the run needs about ... largest: activations ..., engine weights ..., Adam moments ... use more processes",
+        "the run needs about ... largest, in phase learn: activations ..., engine weights ..., Adam moments ... "
+        "use more processes",
         {"model__tokenizer": "{world}/model", "rl__microbatch_tokens": 10**7},  # no machine has so much
         in_config("path = ", 'arch = "qwen3_30b_a3b" # '),
     ),

@@ -16,10 +16,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.helpers import REPOSITORY, command_env, free_port, run_command
 from tests.integration.test_vllm_checkpoints import SHAPE, make_folder
-from tests.integration.vllm_llm_worker import NEW_TOKENS, PROMPT
+from tests.integration.vllm_llm_worker import DTYPE, GPU_SHARE, NEW_TOKENS, PROMPT
 from tests.vllm_models import LOGPROB_TOLERANCE
 
 pytestmark = pytest.mark.vllm
@@ -56,7 +57,7 @@ def in_process(folder: Path) -> dict[str, Any]:
 def run_llm(folder: Path, **env: str) -> dict[str, Any]:
     result = run_command(["-m", "tests.integration.vllm_llm_worker", str(folder)], timeout_s=START_S, **env)
     assert result.returncode == 0, result.stderr[-4000:]
-    return json.loads(result.stdout.strip().splitlines()[-1])
+    return json.loads(next(line for line in result.stdout.splitlines() if line.startswith("{")))
 
 
 def test_llm_with_a_spawned_engine(folder: Path, in_process: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -80,7 +81,8 @@ def serve_command() -> list[str]:
 def server(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The address of vLLM's own OpenAI server with the plugin, on this machine alone; gone at the end."""
     port, log = free_port(), tmp_path_factory.mktemp("server") / "log"
-    options = "--quantization quads --dtype float32 --enforce-eager --max-model-len 128 --max-num-seqs 4"
+    options = f"--quantization quads --dtype {DTYPE} --enforce-eager --max-model-len 128 --max-num-seqs 4"
+    options += f" --gpu-memory-utilization {GPU_SHARE}" if torch.cuda.is_available() else ""
     options += f" --kv-cache-memory-bytes {16 << 20} --served-model-name tiny --host 127.0.0.1 --port {port}"
     environment = command_env()
     environment.pop("VLLM_ENABLE_V1_MULTIPROCESSING", None)

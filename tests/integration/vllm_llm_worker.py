@@ -10,6 +10,10 @@ python -m tests.integration.vllm_llm_worker FOLDER    prints a line of JSON
 import json
 import sys
 
+import torch
+
+DTYPE = "bfloat16" if torch.cuda.is_available() else "float32"  # the kernels of a GPU serve bf16
+GPU_SHARE = 0.05  # of its memory; others may use the rest
 PROMPT = list(range(5, 300, 13))
 NEW_TOKENS = 4
 
@@ -20,11 +24,12 @@ def main() -> None:
     llm = LLM(
         sys.argv[1],
         quantization="quads",
-        dtype="float32",
+        dtype=DTYPE,
         enforce_eager=True,
         max_model_len=128,
         max_num_seqs=4,
         kv_cache_memory_bytes=16 << 20,
+        **({"gpu_memory_utilization": GPU_SHARE} if torch.cuda.is_available() else {}),
     )
     params = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, logprobs=0, prompt_logprobs=0)
     output = llm.generate([{"prompt_token_ids": PROMPT}], params, use_tqdm=False)[0]

@@ -109,8 +109,10 @@ class TritonSite:
     def quantize(self, experts: slice, values: Tensor, scales: Scales | None) -> None:
         """Overwrite `experts` in place with the quantized values bf16 [e, N, K]: one kernel, into its own layout."""
         assert scales is not None
-        g, gs = scales
-        values = values if len(self.weight.shape) == 3 else values[0]
+        # vLLM's own loaders read checkpoints into CPU memory; the kernel wants them where it runs.
+        device = next(iter(self.parameters().values())).device
+        g, gs = (scale.to(device) for scale in scales)
+        values = (values if len(self.weight.shape) == 3 else values[0]).to(device)
         self.weight.quantize_(values, g, self.spec.rule("nvfp4"), gs=gs, expert=experts.start)
 
     def forget(self) -> None:
