@@ -20,6 +20,8 @@ import quads.rl.learner
 import train
 from quads.config import SECTIONS, Config, load_config
 from quads.data.tasks import Task
+from quads.distributed import derive_seed
+from quads.rl.grading import Grading
 from quads.rl.learner import Learner
 from quads.rollout.native.engine import NativeEngine
 from quads.run.checkpoint import Checkpointer
@@ -29,6 +31,7 @@ from tests.tiny_run import make_world, options
 
 VALUES: dict[str, Any] = {
     "train__steps": 5,
+    "train__seed": 11,
     "rl__prompts_per_step": 6,
     "rl__group_size": 4,
     "rl__minibatch_prompts": 3,
@@ -109,7 +112,8 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def run(config: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SimpleNamespace]:
     """A finished run with what its parts were asked for."""
-    names = ("generated", "engines", "learners", "losses", "advantages", "saved", "verified", "updates")
+    names = ("generated", "engines", "learners", "losses", "advantages", "saved", "verified", "updates", "gradings")
+    names += ("slept", "tasks", "gradients")
     seen = SimpleNamespace(**{name: [] for name in names})
     with pytest.MonkeyPatch.context() as patch:
 
@@ -145,7 +149,20 @@ def run(config: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Simp
         spy(Learner, "update", note_update)
         spy(quads.rl.learner, "grpo_loss", note_loss)
         spy(train, "group_advantages", lambda rewards, kind, counted: seen.advantages.append((kind, rewards.shape)))
-        spy(quads.assemble, "sync", lambda *a, **k: seen.verified.append(k["verify"]))
+
+        def note_sync(model: torch.nn.Module, *_: Any, verify: bool) -> None:
+            seen.verified.append(verify)
+            seen.gradients.append(any(parameter.grad is not None for parameter in model.parameters()))
+
+        def note_grading(
+            self: Grading, submit: Any, decode: Any, stop_ids: Any, examples: Any, truncated: bool
+        ) -> None:
+            seen.gradings.append((len(examples), truncated))
+
+        spy(quads.assemble, "sync", note_sync)
+        spy(quads.assemble, "build_task", lambda *a: seen.tasks.append(a))
+        spy(Grading, "__init__", note_grading)
+        spy(NativeEngine, "sleep", lambda self: seen.slept.append(len(seen.updates)))
         spy(Checkpointer, "save", lambda self, state, learner: seen.saved.append(state.step))
         out = tmp_path_factory.mktemp("wired")
         words = ["--config", str(config), "--train.out", str(out), *options(**VALUES)]
@@ -253,6 +270,22 @@ def trained_tokens(run: SimpleNamespace) -> float:
 def test_no_two_requests_of_a_run_share_a_seed(run: SimpleNamespace) -> None:
     seeds = [seed for call in run.generated for seed in call.seeds]
     assert len(seeds) == len(set(seeds)) == 5 * 6 * 4 + 2 * 5 * 3
+    assert run.generated[0].seeds == [derive_seed(11, "rollout/1", i) for i in range(6 * 4)]
+
+
+def test_data_are_drawn_by_the_seed_and_prompts_are_held_to_their_length(run: SimpleNamespace) -> None:
+    ((_, _, _, _, seed, max_prompt_tokens),) = run.tasks
+    assert (seed, max_prompt_tokens) == (11, 7)
+
+
+def test_a_response_that_was_cut_is_graded_in_evaluation_alone(run: SimpleNamespace) -> None:
+    assert run.gradings == [(6, False)] * 3 + [(5, True)] + [(6, False)] * 2 + [(5, True)]
+
+
+def test_the_memory_of_the_cache_and_of_gradients_changes_hands(run: SimpleNamespace) -> None:
+    """The engine sleeps before the four updates of each step, and at the end; a sync finds no gradients."""
+    assert run.slept == [0, 4, 8, 12, 16, 20]
+    assert run.gradients == [False] * 7  # at the start twice, and after each step
 
 
 @pytest.mark.parametrize("key", PLACES)
@@ -293,13 +326,19 @@ def test_each_step_has_its_own_prompts_and_a_resumed_run_goes_on_with_the_next(
     asked = {step: [row["prompt"] for row in rows if row["step"] == step] for step in range(1, 6)}
     expected = {step: [example.prompt for example in tasks[0].batch(step - 1, 8)] for step in range(1, 6)}
     assert asked == expected
+    assert all(row["policy_version"] == row["step"] - 1 for row in rows)
+    state = json.loads((tmp_path / "run" / "checkpoints" / "step_5" / "train_state.json").read_text())
+    tokens = sum(response["tokens"] for row in rows for response in row["responses"])
+    assert state["prompts_seen"] == 5 * 8 and 0 < state["tokens_seen"] <= tokens
+    before = json.loads((tmp_path / "run" / "checkpoints" / "step_4" / "train_state.json").read_text())
+    assert before["tokens_seen"] < state["tokens_seen"]
     assert len({tuple(prompts) for prompts in expected.values()}) == 5
 
 
 def test_truncation_of_a_fake_engine_is_counted_and_worth_nothing(
     config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every second response is cut: a share of one half, and no cut response earns a reward."""
+    """Every fourth response is cut: a share of one quarter, and no cut response earns a reward."""
     real = NativeEngine.generate
 
     def cut(self: NativeEngine, prompts: Any, n: int, sampling: Any, seeds: Any, **kwargs: Any) -> Any:
@@ -307,7 +346,7 @@ def test_truncation_of_a_fake_engine_is_counted_and_worth_nothing(
         groups = real(self, prompts, n, sampling, seeds, **kwargs)
         for p, group in enumerate(groups):
             groups[p] = [
-                dataclasses.replace(c, finish_reason="length" if i % 2 else "stop") for i, c in enumerate(group)
+                dataclasses.replace(c, finish_reason="stop" if i % 4 else "length") for i, c in enumerate(group)
             ]
             told(p, groups[p])
         return groups
@@ -317,7 +356,8 @@ def test_truncation_of_a_fake_engine_is_counted_and_worth_nothing(
     words = ["--config", str(config), "--train.out", str(tmp_path / "run"), *options(**values)]
     train.main(words)
     (row,) = read_rows(tmp_path / "run" / "metrics.jsonl")
-    assert row["response/truncated_frac"] == 0.5
+    assert row["response/truncated_frac"] == 0.25
+    assert row["policy/version"] == 1 and row["reward/ungraded"] == 0
     samples = [json.loads(line) for line in (tmp_path / "run" / "samples.jsonl").read_text().splitlines()]
     responses = [response for sample in samples for response in sample["responses"]]
     assert all(r["reward"] == 0.0 for r in responses if r["finish"] == "length")
@@ -326,7 +366,25 @@ def test_truncation_of_a_fake_engine_is_counted_and_worth_nothing(
     assert row["reward/std"] == pytest.approx(float(rewards_PG.std()))
     alike_P = (rewards_PG == rewards_PG[:, :1]).all(dim=1)
     assert row["group/zero_std_frac"] == pytest.approx(float(alike_P.float().mean())) and not alike_P.all()
-    assert row["response/length_mean"] == pytest.approx(sum(r["tokens"] for r in responses) / len(responses))
+    tokens = sum(r["tokens"] for r in responses)
+    assert row["response/length_mean"] == pytest.approx(tokens / len(responses))
+    assert row["rollout/tokens_per_s"] == pytest.approx(tokens / row["time/rollout_s"])
+
+
+def test_how_many_samples_are_written_and_when(config: Path, tmp_path: Path) -> None:
+    values = {"log__samples_every": 2, "log__samples": 3, "eval__every": 0, "train__steps": 5}
+    train.main(["--config", str(config), "--train.out", str(tmp_path / "run"), *options(**values)])
+    rows = [json.loads(line) for line in (tmp_path / "run" / "samples.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [1] * 3 + [2] * 3 + [4] * 3
+
+
+def test_a_source_that_is_tested_on_alone_has_a_reward(config: Path, tmp_path: Path) -> None:
+    other = {"kind": "jsonl", "path": str(config.parent / "test.jsonl"), "reward": "exact", "eval_rows": 4}
+    values = {f"sources__other__{key}": value for key, value in other.items()}
+    train.main(["--config", str(config), "--train.out", str(tmp_path / "run"), "--train.steps", "1", "--task.eval",
+                "other", *options(**values, eval__every=1)])  # fmt: skip
+    (row,) = read_rows(tmp_path / "run" / "metrics.jsonl")
+    assert 0.0 <= row["eval/pass@1"] <= 1.0
 
 
 def test_the_config_of_the_run_is_what_was_asked(run: SimpleNamespace) -> None:
