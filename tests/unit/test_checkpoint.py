@@ -102,32 +102,6 @@ def test_only_the_newest_are_kept_and_a_step_is_written_once(tmp_path: Path) -> 
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step_10", "step_11", "step_12"]
 
 
-def test_a_step_that_was_not_healthy_is_saved_at_the_next_healthy_one(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    learner, checkpointer = TinyLearner(), Checkpointer(tmp_path, settings(every=2, keep=0))
-    there = []
-    for step, healthy in enumerate((True, False, True, True, True, False), start=1):
-        checkpointer.offer(TrainState(step=step), learner, healthy)
-        there.append(sorted(path.name for path in tmp_path.iterdir()))
-    assert there == [[], [], ["step_3"], ["step_3", "step_4"], ["step_3", "step_4"], ["step_3", "step_4"]]
-    checkpointer.offer(TrainState(step=6), learner, healthy=False, last=True)
-    assert latest_checkpoint(tmp_path) == tmp_path / "step_4"
-    assert capsys.readouterr().out == (
-        f"step 6 was skipped, so it is not saved; the last good checkpoint is {tmp_path}/step_4\n"
-    )
-
-
-def test_the_last_proven_checkpoint_stays_until_a_step_shows_that_the_new_one_is_healthy(tmp_path: Path) -> None:
-    learner, checkpointer = TinyLearner(), Checkpointer(tmp_path, settings(every=2, keep=1))
-    there = []
-    for step, healthy in enumerate((True, True, True, True, False, True), start=1):
-        checkpointer.offer(TrainState(step=step), learner, healthy)
-        there.append(sorted(path.name for path in tmp_path.iterdir()))
-    both = ["step_2", "step_4"]
-    assert there == [[], ["step_2"], ["step_2"], both, both, ["step_4", "step_6"]]
-
-
 def test_an_incomplete_checkpoint_is_passed_over_and_removed(tmp_path: Path) -> None:
     learner = TinyLearner()
     Checkpointer(tmp_path, settings()).save(TrainState(step=1), learner)

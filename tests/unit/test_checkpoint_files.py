@@ -53,6 +53,8 @@ def test_one_flipped_bit_is_found_before_anything_is_loaded(saved: Path, name: s
     before = [p.detach().clone() for p in other.model.parameters()]
     with pytest.raises(UserError, match=f"step_1 is damaged, use another one .{name} is not what was written"):
         load_model_weights(saved, other.model)
+    with pytest.raises(UserError, match="step_1 is damaged"):
+        Checkpointer(saved, settings(resume="latest")).resume(other)
     for ours, old in zip(other.model.parameters(), before, strict=True):
         assert_bitwise(ours.detach(), old)
 

@@ -69,6 +69,8 @@ def test_a_response_without_a_verdict_is_left_out_and_said():
     assert a.score_mean == 0.125 and a.pass_at_k == {1: 0.0, 2: 0.0}
     assert math.isnan(b.pass_at_1) and math.isnan(b.pass_at_1_prompts[0]) and b.pass_at_k == {}
     assert "2 responses got no verdict" in format_table([a, b])
+    a, b = run([1, 0, 1, 1, 0, 0, 1, 1], ungraded=(2, 3))  # 10, --, 00
+    assert (a.pass_at_1, a.ungraded, b.pass_at_1) == (0.25, 2, 1.0)
     a, b = run([1, 0, 1, 0, 1, 1, 1, 1], ungraded=(1, 6, 7))  # 1-, 10, 11
     assert a.pass_at_1 == pytest.approx(2.5 / 3) and a.pass_at_k == {1: pytest.approx(2.5 / 3), 2: 1.0}
     metrics = eval_metrics([a, b])  # prompts without any verdict do not count as wrong ones
