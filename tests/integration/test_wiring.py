@@ -335,10 +335,9 @@ def test_each_step_has_its_own_prompts_and_a_resumed_run_goes_on_with_the_next(
     assert len({tuple(prompts) for prompts in expected.values()}) == 5
 
 
-def test_truncation_of_a_fake_engine_is_counted_and_worth_nothing(
-    config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Every fourth response is cut: a share of one quarter, and no cut response earns a reward."""
+@pytest.fixture
+def every_fourth_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the engine, whatever it drew."""
     real = NativeEngine.generate
 
     def cut(self: NativeEngine, prompts: Any, n: int, sampling: Any, seeds: Any, **kwargs: Any) -> Any:
@@ -352,6 +351,23 @@ def test_truncation_of_a_fake_engine_is_counted_and_worth_nothing(
         return groups
 
     monkeypatch.setattr(NativeEngine, "generate", cut)
+
+
+@pytest.mark.usefixtures("every_fourth_is_cut")
+def test_masked_responses_are_not_in_the_denominator_of_a_mean_over_samples(
+    config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen, real = [], Learner.update
+    monkeypatch.setattr(Learner, "update", lambda *arguments: seen.append(arguments[2]) or real(*arguments))
+    for word in ("mask", "wrong"):
+        values = {"rl__truncated": word, "eval__every": 0, "train__steps": 1}
+        train.main(["--config", str(config), "--train.out", str(tmp_path / word), *options(**values)])
+    assert seen == [8 * 6, 8 * 8]
+
+
+@pytest.mark.usefixtures("every_fourth_is_cut")
+def test_truncation_of_a_fake_engine_is_counted_and_worth_nothing(config: Path, tmp_path: Path) -> None:
+    """A share of one quarter, and no cut response earns a reward."""
     values = {"log__samples_every": 1, "log__samples": 100, "eval__every": 0, "train__steps": 1}
     words = ["--config", str(config), "--train.out", str(tmp_path / "run"), *options(**values)]
     train.main(words)

@@ -102,8 +102,7 @@ def at_sight(gold: str, response: str) -> float | None:
     ours, theirs = plain_number(gold), plain_number(answer)
     if ours is not None and theirs is not None:
         return float(ours == theirs)
-    same = gold == answer and len(gold) <= MAX_LENGTH and "boxed" not in gold and "fbox" not in gold
-    return 1.0 if same else None
+    return 1.0 if gold == answer and len(gold) <= MAX_LENGTH else None
 
 
 def plain_number(text: str) -> Fraction | None:
