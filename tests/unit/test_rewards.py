@@ -185,7 +185,7 @@ def test_scorers_that_parse_run_nothing_and_take_every_right_answer(name: str, m
     "text",
     ["x.real", "x[0]", "[24]", "'24'", "f'{x}'", "sin.x", "sin(*x)", "log(x, evaluate=x)", "eval", "S(x)", "sympify(x)",
      "getattr(x, y)", "sin(x)(y)", "(lambda: 1)()", "1 if x else 2", "[y for y in x]", "{x}", "x, y", "x and y", "1j",
-     "\uff45val(x)", "x := 1", "24 = x", "24; x"],
+     "\uff45val(x)", "\uff58 + 1", "x := 1", "24 = x", "24; x"],
 )  # fmt: skip
 def test_what_is_no_formula(text: str) -> None:
     with pytest.raises((ValueError, SyntaxError)):

@@ -85,7 +85,7 @@ def read_formula(text: str, local_dict: dict[str, Any] | None = None) -> Any:
         raise ValueError("letters that Python and sympy may read differently")
     for node in ast.walk(ast.parse(text.strip(), mode="eval")):
         if isinstance(node, ast.Call):
-            fine = isinstance(node.func, ast.Name) and node.func.id in FUNCTIONS and not node.keywords
+            fine = isinstance(node.func, ast.Name) and node.func.id in FUNCTIONS
         elif isinstance(node, ast.Name):
             fine = node.id in FUNCTIONS or _is_symbol(node.id)
         else:
