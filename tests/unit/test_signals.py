@@ -29,6 +29,13 @@ def test_a_second_ctrl_c_leaves_at_once() -> None:
     assert signal.getsignal(signal.SIGINT) is before
 
 
+def test_a_second_sigterm_still_ends_with_the_step() -> None:
+    with StopRequest() as stop:
+        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert stop.requested
+
+
 def test_an_ignored_signal_stays_ignored() -> None:
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # as nohup leaves it
     try:
