@@ -213,7 +213,8 @@ def _with_operand(cfg: Config, device: torch.device) -> Config:
     spec, rollout = resolve(cfg.quant), cfg.rollout
     if spec.rollout != "w4a4_residual" or spec.operand != "auto":
         return cfg
-    word = operand_in_force(spec.operand, "auto" if rollout.engine == "vllm" else rollout.kernel, device, spec.format)
+    kernel = "auto" if rollout.engine == "vllm" else rollout.kernel
+    word = operand_in_force(spec.operand, kernel, device, spec.format, spec.residual_scale)
     return replace(cfg, quant=replace(cfg.quant, residual_operand=word))
 
 

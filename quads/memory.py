@@ -23,6 +23,7 @@ from quads.config.sections import ParallelSettings, RLSettings, RolloutSettings
 from quads.errors import UserError
 from quads.model.config import ModelConfig
 from quads.model.logprobs import LOGITS_CHUNK
+from quads.quant.backend import kernels_of
 from quads.quant.formats import FORMATS
 from quads.quant.recipes import QuantSpec, precision
 from quads.quant.sites import bf16_layers
@@ -113,7 +114,7 @@ def estimate_memory(run: ProcessShape) -> MemoryEstimate:
     per_weight = {"bf16": float(compute), **{name: row.bits_per_weight / 8 for name, row in FORMATS.items()}}
     rolled_out = precision(spec.rollout, spec.format)
     engine_weight = per_weight[rolled_out.weights]
-    served = rollout.kernel != "reference" and spec.rollout in FORMATS[spec.format].kernels
+    served = rollout.kernel != "reference" and spec.rollout in kernels_of(spec.format, spec.residual_scale)
     cached = compute
     if run.device_type == "cpu":
         engine_weight += 8.0 * (spec.rollout != "bf16")

@@ -75,6 +75,9 @@ class QuantSettings:
         (), "matrix inputs that get a residual pass (default: the recipe; w13 but for resq)"
     )
     residual_ratio: float = key(0.5, "fraction of channels in the residual pass", low=0.0, high=1.0)
+    residual_scale: float = key(
+        1.0, "what the residual is multiplied by before it is subtracted (outlier fallback: 0.5)", above=0.0, high=1.0
+    )
     residual_selection: Literal["", "batch", "block", "token", "2:4", "all"] = key(
         "",
         "how residual channels are chosen: one set per forward, whole blocks of the format, one set per token, two of "

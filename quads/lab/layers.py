@@ -129,7 +129,7 @@ def multiplied(x: Tensor, activations: str, spec: QuantSpec, site: str = "") -> 
     if name == "bf16":
         return x.double()
     if compensated:
-        arguments = x.float(), spec.ratio, spec.selection, None, name, spec.rule(name)
+        arguments = x.float(), spec.ratio, spec.selection, None, name, spec.rule(name), spec.residual_scale
         if spec.operand == "folded":
             operand, scale = residual.compensate_folded(*arguments)
             return operand.double() * scale.double()

@@ -61,7 +61,8 @@ def rollout(subject: Subject, spec: QuantSpec, reuse: MoEDecoder | None = None) 
     """
     if reuse is not None and _switch(reuse, spec):
         return reuse
-    chosen = choose_kernel(subject.cfg.rollout.kernel, subject.device, spec.rollout, spec.format)
+    kernel = subject.cfg.rollout.kernel
+    chosen = choose_kernel(kernel, subject.device, spec.rollout, spec.format, spec.residual_scale)
     # On a CPU the engine keeps float64 activations in fp32 runs; see rollout/native/engine.py.
     wide = subject.device.type == "cpu" and subject.dtype == torch.float32
     compute = torch.float64 if wide else subject.dtype

@@ -46,17 +46,26 @@ def kernel_device() -> torch.device:
     return torch.device("cpu" if interpreted() else "cuda")
 
 
-def choose_kernel(kernel: str, device: torch.device, precision: str, format: str) -> Kernel:
+def kernels_of(format: str, residual_scale: float = 1.0) -> tuple[str, ...]:
+    """The precisions that Triton kernels serve. None of them subtracts a share of the residual."""
+    words = FORMATS[format].kernels
+    return tuple(word for word in words if word != "w4a4_residual" or residual_scale == 1.0)
+
+
+def choose_kernel(
+    kernel: str, device: torch.device, precision: str, format: str, residual_scale: float = 1.0
+) -> Kernel:
     """What serves `precision`, a word of recipes.PRECISIONS with the 4-bit `format`, on `device`, for rollout.kernel =
     "auto", "reference" or "triton".
 
     "auto" is triton on a CUDA GPU for the precisions that it serves, else reference; the banner prints which. Raises
     UserError where "triton" was asked for and cannot be had.
     """
-    serves = FORMATS[format].kernels
+    serves = kernels_of(format, residual_scale)
     if kernel == "triton":
         if precision not in serves:
             what = f"serves {', '.join(serves)}, not {precision}" if serves else f"has no kernels for {format}"
+            what += f" with residual_scale = {residual_scale}" if residual_scale != 1.0 else ""
             raise UserError(f'rollout.kernel = "triton" {what}; set rollout.kernel = "reference", or leave it "auto"')
         load_kernels()
         if device.type != kernel_device().type:
@@ -71,10 +80,12 @@ def choose_kernel(kernel: str, device: torch.device, precision: str, format: str
     return "triton" if kernel == "auto" and can else "reference"
 
 
-def operand_in_force(word: str, kernel: str, device: torch.device, format: str) -> Literal["folded", "two"]:
+def operand_in_force(
+    word: str, kernel: str, device: torch.device, format: str, residual_scale: float = 1.0
+) -> Literal["folded", "two"]:
     """What [quant] residual_operand = `word` comes to on a device, for rollout.kernel = `kernel` ("auto" for vllm)."""
     if word == "auto":
-        folds = choose_kernel(kernel, device, "w4a4_residual", format) == "triton" and (
+        folds = choose_kernel(kernel, device, "w4a4_residual", format, residual_scale) == "triton" and (
             load_kernels().choose(device, "w4a4_residual")[0] == "decoded"
         )
         return "folded" if folds else "two"

@@ -31,10 +31,12 @@ def banner(
         weights, activations, residual = precision(word, spec.format)
         rollout = _both(weights, activations, plain)
         if residual:
-            operand = operand_in_force(spec.operand, "auto" if engine == "vllm" else kernel, device, spec.format)
+            asked = "auto" if engine == "vllm" else kernel
+            operand = operand_in_force(spec.operand, asked, device, spec.format, spec.residual_scale)
             how = f"{spec.selection}, {'folded' if operand == 'folded' else 'two operands'}"
-            rollout += f" + residual of {spec.ratio:.4g} of the channels ({how})"
-        served = _served(engine, kernel, device, word, spec.format, spec.operand)
+            share = "" if spec.residual_scale == 1.0 else f"{spec.residual_scale:.4g} x "
+            rollout += f" + {share}residual of {spec.ratio:.4g} of the channels ({how})"
+        served = _served(engine, kernel, device, word, spec.format, spec.operand, spec.residual_scale)
         rows.append((names.title, _both(*learner, plain), rollout, served))
     unquantized = _both("bf16", "bf16", plain)
     rows.append((", ".join(NEVER), unquantized, unquantized, _served(engine, "reference", device, "bf16", spec.format)))
@@ -43,9 +45,18 @@ def banner(
     return "\n".join([lines[0], "-" * max(map(len, lines)), *lines[1:], *_notes(spec)])
 
 
-def _served(engine: str, kernel: str, device: torch.device, word: str, format: str, operand: str = "auto") -> str:
+def _served(
+    engine: str,
+    kernel: str,
+    device: torch.device,
+    word: str,
+    format: str,
+    operand: str = "auto",
+    residual_scale: float = 1.0,
+) -> str:
     if engine == "native":
-        return describe_kernel(choose_kernel(kernel, device, word, format), word, format, device, operand)
+        chosen = choose_kernel(kernel, device, word, format, residual_scale)
+        return describe_kernel(chosen, word, format, device, operand)
     if word == "bf16" or FORMATS[format].kernels:
         return f"{engine} engine"
     return f"{engine} engine, reference path ({format} has no kernel: widened to bf16 values)"

@@ -13,6 +13,7 @@ there for what no kernel serves, and to compare kernels with (`rollout_classes` 
 Shapes: T rows, N output features, K input features, E experts.
 """
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -40,11 +41,21 @@ class SiteSpec:
     format: str = "nvfp4"
     scale_rule: str = ""
     operand: residual.OperandWord = "auto"  # here the same as "two"
+    residual_scale: float = 1.0
 
     @classmethod
     def of(cls, spec: QuantSpec, site: str) -> "SiteSpec":
         word = spec.rollout_precision(site)
-        return cls(word, spec.ratio, spec.selection, spec.global_scale, spec.format, spec.scale_rule, spec.operand)
+        return cls(
+            word,
+            spec.ratio,
+            spec.selection,
+            spec.global_scale,
+            spec.format,
+            spec.scale_rule,
+            spec.operand,
+            spec.residual_scale,
+        )
 
     @property
     def formats(self) -> Precision:
@@ -77,11 +88,12 @@ def quantize_activation(x_TK: Tensor, site: SiteSpec, live_T: Tensor | None = No
     if name == "bf16":
         return (x_TK,)
     rule = site.rule(name)
+    arguments = x_TK, site.ratio, site.selection, live_T, name, rule, site.residual_scale
     if with_residual and site.operand == "folded":
-        operand_TK, scale_T1 = residual.compensate_folded(x_TK, site.ratio, site.selection, live_T, name, rule)
+        operand_TK, scale_T1 = residual.compensate_folded(*arguments)
         return ((operand_TK.float() * scale_T1).to(torch.promote_types(x_TK.dtype, torch.float32)),)
     if with_residual:
-        main_TK, residual_TK = residual.compensate(x_TK, site.ratio, site.selection, live_T, name, rule)
+        main_TK, residual_TK = residual.compensate(*arguments)
         return main_TK.to(x_TK.dtype), residual_TK.to(x_TK.dtype)
     return (FORMATS[name].qdq_rows(x_TK, rule, x_TK.dtype),)
 
@@ -99,6 +111,7 @@ def product_dtype(site: SiteSpec, dtype: torch.dtype, device: torch.device) -> t
     host, so that a CUDA graph can hold it. A folded residual has 11 bits and needs fp32.
     """
     exact = all(is_exact(site.rule(name)) for name in site.formats[:2] if name != "bf16")
+    exact = exact and math.frexp(site.residual_scale)[0] == 0.5  # a power of two moves no bit of the residual
     folded = site.formats.residual and site.operand == "folded"
     if device.type == "cuda" and dtype == torch.bfloat16 and exact and not folded:
         return torch.bfloat16

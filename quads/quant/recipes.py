@@ -108,6 +108,7 @@ class QuantSpec:
     operand: OperandWord = "auto"
     bf16_layers: str = "none"  # as `sites.bf16_layers` reads it
     backward: str = "quantized"
+    residual_scale: float = 1.0
 
     def gathers(self, asked: AllGather) -> Literal["bf16", "packed"]:
         """What FSDP gathers if [quant] all_gather = `asked`, given equal shards (see packed.py)."""
@@ -164,6 +165,7 @@ def resolve(quant: QuantSettings) -> QuantSpec:
         operand=quant.residual_operand,
         bf16_layers=quant.bf16_layers or recipe.bf16_layers,
         backward=quant.backward,
+        residual_scale=quant.residual_scale,
     )
     read_bf16_layers(spec.bf16_layers)
     _check("format", (spec.format,), FOUR_BITS)
@@ -176,6 +178,8 @@ def resolve(quant: QuantSettings) -> QuantSpec:
     _check("residual_operand", (spec.operand,), OPERANDS)
     _check("global_scale", (spec.global_scale,), ("pow2", "amax"))
     find_rule(spec.format, spec.global_scale, spec.scale_rule)
+    if not 0 < spec.residual_scale <= 1:
+        raise UserError(f"[quant] residual_scale = {spec.residual_scale} is outside (0, 1]; 1 subtracts all of it")
     if not 0 <= spec.ratio <= 1:
         raise UserError(f"[quant] residual_ratio = {spec.ratio} is outside [0, 1]; it is a fraction of the channels")
     if spec.operand == "folded" and spec.rollout == "w4a4_residual" and FORMATS[spec.format].row_scale is None:

@@ -5,6 +5,8 @@
     S  = the channels kept                by score, the lower index first on a tie
     X~ = Q_A(X) - M_S * Q_A(R)            M_S masks the channels outside S; Q_A(R) is taken over the whole row
 
+[quant] residual_scale subtracts a share a of the second term: outlier fallback (2605.20402) is every channel with 0.5.
+
 Tensor cores for FP4 take the two terms as two operands of the same weight tile: y = Q_A(X) W^T - (M_S Q_A(R)) W^T.
 Elsewhere 4-bit numbers are decoded before they are multiplied, and one operand of 16 bits does for both (`fold`):
 
@@ -96,15 +98,16 @@ def compensate(
     live_T: Tensor | None = None,
     format: str = "nvfp4",
     rule: str = "",
+    strength: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
     """(main, residual), fp32 [T, K] each, with X~ = main - residual; the residual is masked already (+0 outside S).
 
     x_TK: fp32 or bf16. live_T: bool [T], False for padding rows: they take no part in the scores of the others; their
     own two terms are computed like any row's. ratio 0 gives a zero residual, ratio 1 keeps every channel. format, rule:
-    of both terms; "" for the format's default rule.
+    of both terms; "" for the format's default rule. strength: a in X~ = Q_A(X) - a M_S * Q_A(R), in (0, 1].
     """
     main_TK, residual_TK, mask = both_terms(x_TK, ratio, selection, live_T, format, rule)
-    return main_TK, torch.where(mask, residual_TK, 0.0)
+    return main_TK, torch.where(mask, residual_TK * strength, 0.0)
 
 
 def both_terms(
@@ -138,12 +141,13 @@ def compensate_folded(
     live_T: Tensor | None = None,
     format: str = "nvfp4",
     rule: str = "",
+    strength: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
     """`fold` of the two terms of `compensate`, with its arguments. ValueError for a format without a scale of rows."""
     row_scale = FORMATS[format].row_scale
     if row_scale is None:
         raise ValueError(f"{format} has no scale of rows, which a folded operand is measured by")
-    main_TK, residual_TK = compensate(x_TK, ratio, selection, live_T, format, rule)
+    main_TK, residual_TK = compensate(x_TK, ratio, selection, live_T, format, rule, strength)
     return fold(main_TK, residual_TK, row_scale(x_TK.float()))
 
 

@@ -30,6 +30,10 @@ COMPENSATED = {
     ("hif4", "", "2:4"): (28.68, 28.19, 27.13),
 }
 TOLERANCES = {"Gaussian": 0.05, "Student t5": 0.05, "large columns": 0.25}
+FALLBACK = {  # every channel, half of the residual: outlier fallback (2605.20402)
+    ("mxfp4", "ceil"): (24.81, 23.57, 21.27),
+    ("hif4", ""): (27.64, 27.11, 25.59),
+}
 
 
 @pytest.fixture(scope="module")
@@ -71,3 +75,12 @@ def test_compensated(inputs: dict[str, torch.Tensor], format: str, rule: str, se
         main, residual = compensate(x, 1.0 if selection == "all" else 0.5, selection, None, format, rule)  # pyright: ignore
         found.append(decibel(x, main - residual))
     assert_close(found, COMPENSATED[format, rule, selection])
+
+
+@pytest.mark.parametrize(("format", "rule"), FALLBACK)
+def test_half_of_the_residual(inputs: dict[str, torch.Tensor], format: str, rule: str) -> None:
+    found = []
+    for name in TOLERANCES:
+        main, residual = compensate(inputs[name], 1.0, "all", None, format, rule, strength=0.5)
+        found.append(decibel(inputs[name], main - residual))
+    assert_close(found, FALLBACK[format, rule])

@@ -10,6 +10,7 @@ from quads.errors import UserError
 from quads.quant import backend
 from quads.quant.banner import banner
 from quads.quant.formats import FORMATS, FOUR_BITS
+from quads.quant.matmul import SiteSpec, product_dtype
 from quads.quant.recipes import PRECISIONS, RECIPES, QuantSpec, resolve
 from quads.quant.sites import bf16_layers
 
@@ -131,6 +132,7 @@ def test_precision_of_each_site():
         ({"residual_sites": ("w1",)}, "w13, w2, qkv, o"),
         ({"targets": ("attention",)}, "residual_sites has w13"),
         ({"residual_ratio": 1.5}, "outside [0, 1]"),
+        ({"residual_scale": 0.0}, "outside (0, 1]"),
         ({"residual_selection": "row"}, "batch, block, token"),
         ({"residual_operand": "one"}, "use auto, folded, two"),
         ({"residual_operand": "folded", "format": "mxfp4"}, "needs a scale of each row, which mxfp4 has not"),
@@ -187,6 +189,20 @@ def test_kernel_choice():
         backend.choose_kernel("cutlass", cpu, "w4a4", "nvfp4")
     with pytest.raises(UserError, match="not fp8"):
         backend.choose_kernel("triton", cpu, "fp8", "nvfp4")
+
+
+def test_a_share_of_the_residual_has_no_kernel():
+    assert "w4a4_residual" in backend.kernels_of("nvfp4") and "w4a4" in backend.kernels_of("nvfp4", 0.5)
+    assert "w4a4_residual" not in backend.kernels_of("nvfp4", 0.5)
+    with pytest.raises(UserError, match=r"not w4a4_residual with residual_scale = 0\.5"):
+        backend.choose_kernel("triton", torch.device("cuda"), "w4a4_residual", "nvfp4", 0.5)
+    assert backend.choose_kernel("auto", torch.device("cuda"), "w4a4_residual", "nvfp4", 0.5) == "reference"
+    text = banner(resolve(QuantSettings(residual_scale=0.5)))
+    assert "+ 0.5 x residual of 0.5 of the channels" in text
+    cuda = torch.device("cuda")
+    dtypes = [product_dtype(SiteSpec("w4a4_residual", 1.0, "all", "pow2", residual_scale=a), torch.bfloat16, cuda)
+              for a in (1.0, 0.5, 0.75)]  # fmt: skip
+    assert dtypes == [torch.bfloat16, torch.bfloat16, torch.float32]  # three quarters of a code need more bits
 
 
 def test_triton_without_a_gpu_is_an_error(monkeypatch):

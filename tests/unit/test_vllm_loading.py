@@ -220,6 +220,13 @@ def test_every_option_reaches_the_sites() -> None:
         ),
         ("bf16_layers", "0, 1", "experts", "w13", SiteSpec("bf16", 0.5, "batch", "pow2")),
         ("bf16_layers", "last 50%", "experts", "w13", SiteSpec("w4a4_residual", 0.5, "batch", "pow2")),
+        (
+            "residual_scale",
+            0.5,
+            "experts",
+            "w13",
+            SiteSpec("w4a4_residual", 0.5, "batch", "pow2", residual_scale=0.5),
+        ),
         ("global_scale", "amax", "experts", "w13", SiteSpec("w4a4_residual", 0.5, "batch", "amax")),
         ("format", "mxfp4", "mlp", "w13", SiteSpec("w4a4_residual", 0.5, "batch", "pow2", "mxfp4")),
         ("scale_rule", "ceil", "mlp", "w13", SiteSpec("w4a4_residual", 0.5, "batch", "pow2", "mxfp4", "ceil")),

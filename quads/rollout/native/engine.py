@@ -196,7 +196,7 @@ def build_rollout_model(
     with torch.device("meta"):
         model = MoEDecoder(config, compute)
     model.to(storage).requires_grad_(False).eval()
-    chosen = choose_kernel(kernel, device, spec.rollout, spec.format)
+    chosen = choose_kernel(kernel, device, spec.rollout, spec.format, spec.residual_scale)
     plain = spec.unquantized_layers(model)
     for number, layer in enumerate(model.model.layers):
         layer.to_empty(device=device)
@@ -223,7 +223,10 @@ def choose_graphs(
         return False, "eager (rollout.cuda_graphs = false)"
     if dtype != torch.bfloat16:
         return False, "eager (CUDA graphs need model.dtype = bfloat16: torch groups experts in fp32 on the host)"
-    if spec.rollout != "bf16" and choose_kernel(kernel, device, spec.rollout, spec.format) == "reference":
+    if (
+        spec.rollout != "bf16"
+        and choose_kernel(kernel, device, spec.rollout, spec.format, spec.residual_scale) == "reference"
+    ):
         sites = {SiteSpec.of(spec, site) for site in SITES}
         if any(product_dtype(site, dtype, device) != torch.bfloat16 for site in sites):
             why = f"the reference kernel of {spec.rollout} multiplies in fp32, where torch groups experts on the host"

@@ -33,6 +33,7 @@ KEYS = {
     "format": "format",
     "scale_rule": "scale_rule",
     "bf16_layers": "bf16_layers",
+    "residual_scale": "residual_scale",
 }
 
 # The last part of a vLLM module name -> (target, site). Every other layer stays in the model's dtype.
@@ -85,6 +86,7 @@ def write_options(spec: QuantSpec) -> dict[str, Any]:
         "format": spec.format,
         "scale_rule": spec.scale_rule,
         "bf16_layers": spec.bf16_layers,
+        "residual_scale": spec.residual_scale,
     }
 
 

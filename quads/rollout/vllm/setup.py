@@ -20,7 +20,7 @@ from quads.config.sections import RolloutSettings
 from quads.errors import UserError
 from quads.memory import GIB
 from quads.model.config import HF_ARCHITECTURE, HF_MODEL_TYPE, ModelConfig
-from quads.quant.formats import FORMATS
+from quads.quant.backend import kernels_of
 from quads.quant.recipes import QuantSpec
 
 
@@ -31,7 +31,7 @@ def check_settings(spec: QuantSpec, rollout: RolloutSettings, routed_experts: bo
             "engine = 'vllm' has no fp8 that matches the learner's; use rollout.engine = 'native' or another "
             "quant.rollout"
         )
-    served = FORMATS[spec.format].kernels
+    served = kernels_of(spec.format, spec.residual_scale)
     if device.type == "cuda" and spec.rollout != "bf16" and spec.rollout not in served:
         what = f"{spec.rollout} in {spec.format}: on a GPU it has kernels for {', '.join(served) or 'nothing'}"
         raise UserError(f"engine = 'vllm' does not serve {what}; use rollout.engine = 'native', which runs everything")

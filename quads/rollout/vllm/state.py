@@ -46,11 +46,12 @@ class EngineState:
     ) -> Site:
         """Storage and arithmetic of one matmul, on the kernel that serves its precision on this device."""
         device = torch.get_default_device()
-        kernel = choose_kernel("auto", device, spec.precision, spec.format)
+        kernel = choose_kernel("auto", device, spec.precision, spec.format, spec.residual_scale)
         described = describe_kernel(kernel, spec.precision, spec.format, device, spec.operand)
         if kernel == "reference" and device.type == "cuda" and spec.precision != "bf16":
             raise UserError(
-                f"quantization 'quads': no GPU kernel serves {spec.precision} in {spec.format}; use w4a16, w4a4 or "
+                f"quantization 'quads': no GPU kernel serves {spec.precision} in {spec.format} with "
+                f"residual_scale = {spec.residual_scale:g}; use w4a16, w4a4 or "
                 "w4a4_residual in nvfp4, or rollout.engine = 'native', whose reference path runs everything"
             )
         word = spec.precision if spec.format == "nvfp4" else f"{spec.precision} in {spec.format}"
