@@ -27,7 +27,7 @@ def test_one_path_for_one_model_and_precision(tmp_path: Path) -> None:
     assert [path.name for path in first.iterdir()] == ["config.json"]
     others = {
         model_folder(tmp_path, replace(CONFIG, num_layers=3), W4A4),
-        model_folder(tmp_path, CONFIG, options(residual_ratio=0.25)),
+        model_folder(tmp_path, CONFIG, options(residual_ratio=0.25, residual_selection="token")),
         model_folder(tmp_path, CONFIG, options(residual_selection="token")),
         first,
     }
@@ -61,5 +61,5 @@ def test_vllms_cache_key_follows_model_and_precision(tmp_path: Path) -> None:
             .compute_hash()
         )
 
-    keys = [key(options(residual_ratio=ratio)) for ratio in (0.5, 0.5, 0.25)]
+    keys = [key(options(residual_ratio=ratio, residual_selection="token")) for ratio in (0.5, 0.5, 0.25)]
     assert keys[0] == keys[1] != keys[2]

@@ -1,6 +1,7 @@
 """What brings tensors into vLLM layers and counts them; none of it needs vLLM itself."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -198,43 +199,39 @@ def test_options_say_what_the_recipe_says() -> None:
 
 
 def test_every_option_reaches_the_sites() -> None:
-    """The defaults are the recipe `quads`; each key changes what it names, dense feed-forward layers included."""
+    """The defaults compensate every channel of every site; each key changes what it names, dense feed-forward layers
+    included."""
     default = read_options({"quant_method": "quads"})
-    assert site_spec(default, "experts", "w13") == SiteSpec("w4a4_residual", 0.5, "batch", "pow2")
-    assert site_spec(default, "mlp", "w13") == site_spec(default, "experts", "w13")
-    assert site_spec(default, "attention", "qkv").precision == site_spec(default, "mlp", "w2").precision == "w4a4"
+    usual = SiteSpec("w4a4_residual", 1.0, "all", "pow2")
+    for target, site in (
+        ("experts", "w13"),
+        ("experts", "w2"),
+        ("attention", "qkv"),
+        ("attention", "o"),
+        ("mlp", "w2"),
+    ):
+        assert site_spec(default, target, site) == usual
     changes = [
-        ("precision", "w4a16", "mlp", "w13", SiteSpec("w4a16", 0.5, "batch", "pow2")),
-        ("targets", ["attention"], "mlp", "w2", SiteSpec("bf16", 0.5, "batch", "pow2")),
-        ("targets", ["mlp"], "mlp", "w13", SiteSpec("w4a4_residual", 0.5, "batch", "pow2")),
-        ("targets", ["mlp"], "experts", "w13", SiteSpec("bf16", 0.5, "batch", "pow2")),
-        ("residual_sites", ["qkv"], "attention", "qkv", SiteSpec("w4a4_residual", 0.5, "batch", "pow2")),
-        ("residual_ratio", 0.25, "experts", "w13", SiteSpec("w4a4_residual", 0.25, "batch", "pow2")),
-        ("residual_selection", "token", "experts", "w13", SiteSpec("w4a4_residual", 0.5, "token", "pow2")),
-        (
-            "residual_operand",
-            "folded",
-            "experts",
-            "w13",
-            SiteSpec("w4a4_residual", 0.5, "batch", "pow2", operand="folded"),
-        ),
-        ("bf16_layers", "0, 1", "experts", "w13", SiteSpec("bf16", 0.5, "batch", "pow2")),
-        ("bf16_layers", "last 50%", "experts", "w13", SiteSpec("w4a4_residual", 0.5, "batch", "pow2")),
-        (
-            "residual_scale",
-            0.5,
-            "experts",
-            "w13",
-            SiteSpec("w4a4_residual", 0.5, "batch", "pow2", residual_scale=0.5),
-        ),
-        ("global_scale", "amax", "experts", "w13", SiteSpec("w4a4_residual", 0.5, "batch", "amax")),
-        ("format", "mxfp4", "mlp", "w13", SiteSpec("w4a4_residual", 0.5, "batch", "pow2", "mxfp4")),
-        ("scale_rule", "ceil", "mlp", "w13", SiteSpec("w4a4_residual", 0.5, "batch", "pow2", "mxfp4", "ceil")),
+        ("precision", "w4a16", "mlp", "w13", replace(usual, precision="w4a16")),
+        ("targets", ["attention"], "mlp", "w2", replace(usual, precision="bf16")),
+        ("targets", ["attention"], "attention", "o", usual),
+        ("targets", ["mlp"], "mlp", "w13", usual),
+        ("targets", ["mlp"], "experts", "w13", replace(usual, precision="bf16")),
+        ("residual_sites", ["qkv"], "attention", "qkv", usual),
+        ("residual_sites", ["qkv"], "experts", "w13", replace(usual, precision="w4a4")),
+        ("residual_ratio", 0.25, "experts", "w13", replace(usual, ratio=0.25, selection="token")),
+        ("residual_selection", "token", "experts", "w13", replace(usual, ratio=0.5, selection="token")),
+        ("residual_operand", "folded", "experts", "w13", replace(usual, operand="folded")),
+        ("bf16_layers", "0, 1", "experts", "w13", replace(usual, precision="bf16")),
+        ("bf16_layers", "last 50%", "experts", "w13", usual),
+        ("residual_scale", 0.5, "experts", "w13", replace(usual, residual_scale=0.5)),
+        ("global_scale", "amax", "experts", "w13", replace(usual, global_scale="amax")),
+        ("format", "mxfp4", "mlp", "w13", replace(usual, format="mxfp4")),
+        ("scale_rule", "ceil", "mlp", "w13", replace(usual, format="mxfp4", scale_rule="ceil")),
     ]
     assert {key for key, *_ in changes} == set(KEYS)
     for key, value, target, site_name, expected in changes:
-        more = {"residual_sites": ["qkv"]} if (key, value) == ("targets", ["attention"]) else {}
-        more = {"format": "mxfp4"} if key == "scale_rule" else more
+        more = {"scale_rule": {"format": "mxfp4"}, "residual_ratio": {"residual_selection": "token"}}.get(key, {})
         here = in_layer(read_options({key: value, **more}), "model.layers.1.mlp.experts", 4)
         assert site_spec(here, target, site_name) == expected, key
 
@@ -245,8 +242,9 @@ def test_every_option_reaches_the_sites() -> None:
         ({"precision": "w3a3"}, "quantization_config: precision = 'w3a3': must be one of .*w4a4_residual"),
         ({"precison": "w4a4"}, "unknown precison; known: bf16_layers, format, global_scale, precision"),
         ({"precision": "fp8"}, "vLLM has its own"),
-        ({"residual_ratio": 1.5}, "quantization_config: residual_ratio = 1.5"),
-        ({"residual_ratio": "0.5"}, "residual_ratio = '0.5': must be a number"),
+        ({"residual_ratio": 0.25}, "all of them are the default; give residual_selection as well"),
+        ({"residual_ratio": 1.5, "residual_selection": "token"}, "quantization_config: residual_ratio = 1.5"),
+        ({"residual_ratio": "0.5", "residual_selection": "token"}, "residual_ratio = '0.5': must be a number"),
         ({"targets": "experts"}, "targets = 'experts': must be a list"),
         ({"targets": ["lm_head"]}, r"targets = \['lm_head'\]"),
         ({"targets": []}, "targets is empty"),

@@ -2,7 +2,9 @@
 
 The options travel as the dictionary `quantization_config` of a Hugging Face config: in the checkpoint's config.json,
 or through `LLM(..., hf_overrides={"quantization_config": {"quant_method": "quads", "precision": "w4a4", ...}})`.
-Without one the defaults hold: the rollout of the recipe `quads`, in every linear layer that vLLM has a site for.
+Without one the defaults hold: W4A4 in every linear layer that vLLM has a site for, with the residual of every channel.
+Of what recipe `quads` can be this has the smallest gap (docs/evidence) and costs least on a GPU (benchmarks/results),
+and no answer depends on who else is in the batch.
 
 Inside they are a `QuantSpec`, checked as the [quant] section is checked. Its `targets` know one word more here: `mlp`
 are the feed-forward layers that are not routed, dense ones and shared experts, whose inputs are the sites w13 and w2.
@@ -51,17 +53,21 @@ def read_options(raw: dict[str, Any]) -> QuantSpec:
     given = {key: value for key, value in raw.items() if key != "quant_method"}
     if unknown := sorted(given.keys() - KEYS.keys()):
         raise UserError(f"quantization_config: unknown {', '.join(unknown)}; known: {', '.join(sorted(KEYS))}")
-    table = {
-        "rollout": RECIPES["quads"].rollout,
-        "targets": [*TARGETS, MLP],
-        **{KEYS[key]: value for key, value in given.items()},
-    }
+    table: dict[str, Any] = {"rollout": RECIPES["quads"].rollout, "targets": [*TARGETS, MLP]}
+    table |= {KEYS[key]: value for key, value in given.items()}
+    if "residual_ratio" in given and "residual_selection" not in given:
+        raise UserError(
+            "quantization_config: residual_ratio chooses among channels, and all of them are the default; give "
+            "residual_selection as well"
+        )
+    table.setdefault("residual_selection", "all")
     targets = table["targets"]
     for key in ("targets", "residual_sites"):
         if KEYS[key] in table and not table[KEYS[key]]:
             raise UserError(f"quantization_config: {key} is empty; name some, or leave quantization='quads' away")
     if isinstance(targets, list | tuple):  # to [quant], dense layers are what experts are
         table["targets"] = list(dict.fromkeys("experts" if target == MLP else target for target in targets))
+        table.setdefault("residual_sites", [name for name, site in SITES.items() if site.target in table["targets"]])
     try:
         spec = resolve(check_table(QuantSettings, "[quant]", {"recipe": "bf16", **table}))
     except UserError as error:
