@@ -44,6 +44,12 @@ CONSOLE = (
 )
 
 
+NO_SPREAD = (
+    "  nothing was learned in this step: in no group did rewards differ. If that goes on, the prompts are all too hard "
+    "or all too easy, or the reward does not read the answers (samples.jsonl shows them)"
+)
+
+
 class RunLog:
     """The log of one run. With is_main = False (every process but the first) it keeps time and writes nothing.
 
@@ -109,6 +115,8 @@ class RunLog:
             sink(step, row)
         self._bar.update(step - self._bar.n)
         tqdm.write(console_line(step, self._steps, row), file=sys.stdout)
+        if row.get("group/zero_std_frac") == 1.0:
+            tqdm.write(NO_SPREAD, file=sys.stdout)
         sys.stdout.flush()
 
     def samples(

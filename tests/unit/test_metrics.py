@@ -251,3 +251,14 @@ def test_a_folder_that_is_removed_under_a_run_is_noticed(tmp_path: Path) -> None
     with pytest.raises(UserError, match="metrics.jsonl cannot be written: it was removed while the run was writing it"):
         log.write(2, {})
     assert not (tmp_path / "run").exists()
+
+
+def test_a_step_without_spread_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    log = RunLog(tmp_path, QUIET)
+    for step, share in ((1, 1.0), (2, 0.875)):
+        log.write(step, {"reward/mean": 0.0, "group/zero_std_frac": share})
+    log.close()
+    out = capsys.readouterr().out
+    assert out.count("nothing was learned in this step: in no group did rewards differ") == 1
+    lines = [line.strip() for line in out.splitlines()]
+    assert lines[0].startswith("step") and lines[1].startswith("nothing was learned") and lines[2].startswith("step")
