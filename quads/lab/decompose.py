@@ -1,9 +1,10 @@
 """`python -m quads.lab decompose --config CONFIG`: scale bias, dead zone and grid noise of every site, exactly.
 
-What each part means is in error_parts.py. Weights and activations of every quantized site, over all layers, under
-NVFP4 (as this project quantizes: bf16 weights with shared global scales, one global scale a token), MXFP4 with OCP's
-scale (floor) and MXFP4 with a scale that never saturates (ceil). Numbers are shares of the tensor's energy; the parts
-and the cross term add up to the total.
+What each part means, by two definitions, is in error_parts.py: "stored" asks what becomes of the values that the
+format sends to zero, "published" what an ideal scale would still lose (2605.20402). Weights and activations of every
+quantized site, over all layers, under NVFP4 (as this project quantizes: bf16 weights with shared global scales, one
+global scale a token), MXFP4 with OCP's scale (floor), MXFP4 with a scale that never saturates (ceil) and HiF4. Numbers
+are shares of the tensor's energy; the parts and the cross term add up to the total.
 """
 
 from typing import Any
@@ -23,7 +24,8 @@ from quads.quant.sites import SITES
 
 HELP = "4-bit error split into scale bias, dead zone and grid noise, by site and format"
 
-PARTS = ("scale_bias", "dead_zone", "grid_noise", "cross", "total", "dead_fraction")
+PARTS = ("scale_bias", "dead_zone", "grid_noise", "cross", "total", "dead_fraction")  # as stored
+PUBLISHED = ("published_scale_bias", "published_dead_zone", "published_grid_noise", "published_cosine")
 
 
 def measure(subject: Subject, batch_tokens: int) -> dict[str, Any]:
@@ -34,7 +36,7 @@ def measure(subject: Subject, batch_tokens: int) -> dict[str, Any]:
     for site in SITES:
         inputs = captured.sites[site]
         for name in COMPARED:  # float64: a GPU takes seconds where two cores take minutes
-            of_layers = [summarize(x.to(device), name) for x in inputs]
+            of_layers = [flat(summarize(x.to(device), name)) for x in inputs]
             rows.append(_row("activation", site, name, of_layers))
         for name in COMPARED:
             of_layers = [_weight_parts(weights, layer, site, name, device) for layer in range(num_layers)]
@@ -47,12 +49,18 @@ def _weight_parts(weights: SiteWeights, layer: int, site: str, name: str, device
     known: Tensor | None = None  # else a row of the weight would get a scale of its own
     if COMPARED[name] == weights.stored_as:
         known = weights.get(layer, site, quantized=True).to(device)
-    return summarize(master, name, known)
+    return flat(summarize(master, name, known))
+
+
+def flat(found: dict[str, Any]) -> dict[str, float]:
+    """One level: the parts of "stored" under their own names, those of "published" with that word before them."""
+    published = {f"published_{part}": value for part, value in found["published"].items()}
+    return {"total": found["total"], "dead_fraction": found["dead_fraction"], **found["stored"], **published}
 
 
 def _row(kind: str, site: str, name: str, layers: list[dict[str, float]]) -> dict[str, Any]:
     """Means over layers, and the dead zone of each (activations)."""
-    means = {part: sum(layer[part] for layer in layers) / len(layers) for part in PARTS}
+    means = {part: sum(layer[part] for layer in layers) / len(layers) for part in (*PARTS, *PUBLISHED)}
     return {
         "kind": kind,
         "site": site,
@@ -95,7 +103,16 @@ def tables(data: dict[str, Any]) -> str:
         ]
         for row in data["rows"]
     ]
-    return "Shares of the tensor's energy, mean over layers:\n\n" + markdown(header, rows)
+    published = [
+        [row["kind"], row["site"], row["format"], *(number(row[part]) for part in PUBLISHED)] for row in data["rows"]
+    ]
+    header_published = ["tensor", "site", "format", "scale bias", "dead zone", "grid noise", "cosine of bias and noise"]
+    return (
+        "Shares of the tensor's energy, mean over layers; dead is what the format stores as 0:\n\n"
+        + markdown(header, rows)
+        + "\n\nThe same errors by the published definition; dead is what an ideal scale sends to 0:\n\n"
+        + markdown(header_published, published)
+    )
 
 
 def main(argv: list[str]) -> None:

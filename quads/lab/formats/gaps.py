@@ -6,7 +6,7 @@ Each cell is learner minus rollout in log-prob, mean of its size over the respon
     activations  that rollout - the recipe's: what quantizing the activations adds, compensated where the recipe does
 
 Below it the error of each format by itself on the inputs of all sites of one layer: its signal-to-noise ratio, and the
-parts of error_parts.py where the grid is E2M1.
+published parts of error_parts.py.
 """
 
 import math
@@ -92,24 +92,22 @@ def measure(
 
 def format_errors(
     subject: Subject, specs: dict[tuple[str, str], QuantSpec], rows: Sequence[str], columns: Sequence[str], tokens: int
-) -> dict[str, dict[str, float | None]]:
+) -> dict[str, dict[str, float]]:
     """Of each column: squared error of the activations of the layer shown, by site equally, over their energy."""
     plain = as_learner(subject.master, replace(subject.spec, learner_weights="bf16", learner_activations="bf16"))
     captured = capture(plain, subject.sequences, tokens, w2=True)
-    result: dict[str, dict[str, float | None]] = {}
+    result: dict[str, dict[str, float]] = {}
     for column in columns:
         spec = specs[rows[0], column]
         format, rule = FORMATS[spec.format], spec.rule(spec.format)
         shares = {"total": 0.0, "scale_bias": 0.0, "dead_zone": 0.0, "grid_noise": 0.0}
         for site in SITES:
             x = captured.sites[site][subject.layer].float()
-            parts = split_error(x, format.qdq_rows(x, rule, x.dtype), format.block)._asdict()
+            parts = split_error(x, format.qdq_rows(x, rule, x.dtype), spec.format, "published")._asdict()
             energy = float(x.double().square().sum())
             for part in shares:
                 shares[part] += float(parts[part].square().sum()) / energy / len(SITES)
-        e2m1 = spec.format != "hif4"  # its grid has no ideal scale of the kind that the parts are taken against
-        result[column] = {part: share if e2m1 or part == "total" else None for part, share in shares.items()}
-        result[column]["snr_db"] = -10 * math.log10(shares["total"])
+        result[column] = {**shares, "snr_db": -10 * math.log10(shares["total"])}
     return result
 
 
