@@ -55,7 +55,7 @@ class QuantSettings:
     learner_activations: Literal["", "bf16", "fp8", "nvfp4", "nvfp4_46", "mxfp4", "hif4"] = key(
         "", "activations in the learner's forward (default: the recipe)"
     )
-    rollout: Literal["", "bf16", "fp8", "w4a16", "w16a4", "w4a4", "w4a4_residual"] = key(
+    rollout: Literal["", "bf16", "fp8", "w4a16", "w4a8", "w16a4", "w4a4", "w4a4_residual"] = key(
         "", "precision of the rollout (default: the recipe)"
     )
     targets: tuple[Literal["experts", "attention"], ...] = key(

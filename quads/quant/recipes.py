@@ -40,6 +40,7 @@ PRECISIONS = {  # the words of [quant] rollout; "4" stands for [quant] format
     "bf16": Precision("bf16", "bf16"),
     "fp8": Precision("fp8", "fp8"),
     "w4a16": Precision("4", "bf16"),
+    "w4a8": Precision("4", "fp8"),  # activations in E4M3 with a scale for each row and 128 channels (fp8.py)
     "w16a4": Precision("bf16", "4"),
     "w4a4": Precision("4", "4"),
     "w4a4_residual": Precision("4", "4", residual=True),

@@ -28,7 +28,7 @@ from tests.vllm_models import (
 pytestmark = pytest.mark.vllm
 
 TOP = 40
-PRECISIONS = ["bf16", "w4a16", "w16a4", "w4a4", "w4a4_residual"]
+PRECISIONS = ["bf16", "w4a16", "w4a8", "w16a4", "w4a4", "w4a4_residual"]
 
 
 def test_a_model_without_qk_norm() -> None:

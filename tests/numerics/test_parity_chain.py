@@ -26,7 +26,8 @@ from tests.rollout_models import PLAIN, make_engine, make_learner, make_prompts
 
 PROMPTS = make_prompts(8)
 N = 3
-FORMATS = {"w4a16": ("nvfp4", "bf16"), "w4a4": ("nvfp4", "nvfp4"), "w16a4": ("bf16", "nvfp4"), "fp8": ("fp8", "fp8")}
+FORMATS = {"w4a16": ("nvfp4", "bf16"), "w4a4": ("nvfp4", "nvfp4"), "w16a4": ("bf16", "nvfp4"), "fp8": ("fp8", "fp8"),
+           "w4a8": ("nvfp4", "fp8")}  # fmt: skip
 
 
 def sample(engine: NativeEngine) -> list[list[Completion]]:

@@ -307,6 +307,7 @@ def test_rollout_linear_by_hand():
         "fp8": a8 @ w8.t(),
         "w4a16": x.double() @ w4.t(),
         "w16a4": a4 @ master.double().t(),
+        "w4a8": a8 @ w4.t(),
         "w4a4": a4 @ w4.t(),
         "w4a4_residual": main @ w4.t() - res @ w4.t(),
     }
@@ -339,7 +340,7 @@ def test_rollout_model_against_a_learner_that_quantizes_the_same(recipe):
     assert (want - got).abs().mean() < 1e-3 * want.abs().mean()
 
 
-@pytest.mark.parametrize("precision", ["w4a16", "w16a4", "w4a4", "w4a4_residual", "fp8"])
+@pytest.mark.parametrize("precision", ["w4a16", "w4a8", "w16a4", "w4a4", "w4a4_residual", "fp8"])
 def test_rows_do_not_depend_on_their_batch_mates(precision):
     """In float64 the reference path gives a row the same bits in any batch; "batch" selection is the stated
     exception."""

@@ -308,5 +308,5 @@ def test_what_is_captured_and_what_is_not_and_why() -> None:
     assert choose_graphs(True, cuda, torch.float32, PLAIN, "auto")[1].startswith("eager (CUDA graphs need model.dtype")
     assert choose_graphs(False, cuda, torch.bfloat16, PLAIN, "auto")[1] == "eager (rollout.cuda_graphs = false)"
     assert choose_graphs(True, torch.device("cpu"), torch.bfloat16, PLAIN, "auto")[1] == "eager (no CUDA device)"
-    for precision in ("bf16", "fp8", "w16a4", "w4a16", "w4a4", "w4a4_residual"):
+    for precision in ("bf16", "fp8", "w16a4", "w4a16", "w4a8", "w4a4", "w4a4_residual"):
         assert choose_graphs(True, cuda, torch.bfloat16, QuantSpec("bf16", "bf16", precision), "auto")[0]

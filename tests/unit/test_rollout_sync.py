@@ -15,7 +15,7 @@ from quads.rollout.sync import WORDS_AT_ONCE, checksum, compare_checksums, sync
 from tests.rollout_models import SAMPLING, make_engine, make_learner
 
 QUADS = QuantSpec("nvfp4", "bf16", "w4a4_residual", selection="token")
-ROLLOUTS = ["bf16", "fp8", "w4a16", "w16a4", "w4a4", "w4a4_residual"]
+ROLLOUTS = ["bf16", "fp8", "w4a16", "w4a8", "w16a4", "w4a4", "w4a4_residual"]
 EXPERTS = "model.layers.1.mlp.experts.down_proj"
 
 
