@@ -43,6 +43,7 @@ from quads.rl.learner import Learner
 from quads.rl.rewards.pool import RewardPool
 from quads.rl.scores import EvalResult, JudgedPrompt, evaluate
 from quads.rollout.engine import Engine
+from quads.rollout.noise import norm_noise_sigma
 from quads.rollout.sync import sync
 from quads.run.checkpoint import find_checkpoint, load_model_weights
 from quads.sandbox.isolation import LEFT
@@ -68,13 +69,15 @@ class Parts:
     world: Distributed
     estimate: MemoryEstimate
 
-    def sync(self, version: int) -> None:
+    def sync(self, version: int, silent: bool = False) -> None:
         """Ship the learner's weights to the engine and wake it; with rollout.verify_sync compare every tensor.
 
-        Gradients go first: until the next update their memory is the engine's.
+        Gradients go first: until the next update their memory is the engine's. silent: without the recipe's noise.
         """
         self.learner.optimizer.zero_grad(set_to_none=True)
-        sync(self.learner.model, self.engine, self.spec, version, verify=self.cfg.rollout.verify_sync)
+        sigma = 0.0 if silent else norm_noise_sigma(self.spec, version, self.cfg.train.steps)
+        verify, seed = self.cfg.rollout.verify_sync, self.cfg.train.seed
+        sync(self.learner.model, self.engine, self.spec, version, verify=verify, sigma=sigma, seed=seed)
         self.engine.wake()
 
     def sampling(self, temperature: float, top_logprobs: int = 0) -> Sampling:
@@ -101,8 +104,15 @@ class Parts:
             by_rank = self.world.gather_objects(mine)
             return [by_rank[p % len(by_rank)][p // len(by_rank)] for p in range(len(everything))]  # as share deals them
 
+        version = self.engine.policy_version
+        noisy = norm_noise_sigma(self.spec, version, self.cfg.train.steps) > 0.0
+        if noisy:  # the policy is judged, not its exploration
+            self.sync(version, silent=True)
         grading = self.grading(examples, truncated=True)
-        return evaluate(self.engine.generate, grading, samples, sampling, seeds, gather)
+        results = evaluate(self.engine.generate, grading, samples, sampling, seeds, gather)
+        if noisy:
+            self.sync(version)
+        return results
 
     def close(self) -> None:
         """End the graders' processes and free the engine's memory. The learner stays as it is."""

@@ -43,7 +43,7 @@ class ModelSettings:
 class QuantSettings:
     """[quant]: one word, `recipe`, sets both sides; the other keys override it."""
 
-    recipe: Literal["bf16", "fp8", "naive", "qat", "symmetric", "quads", "resq", "4bitter", "qarl"] = key(
+    recipe: Literal["bf16", "fp8", "naive", "qat", "symmetric", "quads", "resq", "4bitter", "qarl", "qerl"] = key(
         "quads", "precision of both sides: docs/recipes.md"
     )
     format: Literal["nvfp4", "nvfp4_46", "mxfp4", "hif4"] = key(
@@ -95,6 +95,14 @@ class QuantSettings:
         "(default: the recipe; none but for 4bitter)",
     )
     scale_rule: str = key("", "how the format chooses the scale of a block (default: the format's own rule)")
+    norm_noise: float = key(
+        -1.0,
+        "standard deviation at the start of the noise on the rollout's norms; 0: none; -1: the recipe (0.01 in qerl)",
+        low=-1.0,
+        high=10.0,
+    )
+    norm_noise_end: float = key(1e-4, "standard deviation of that noise at the end", above=0.0, high=10.0)
+    norm_noise_stages: int = key(10, "equal parts of the run; the first is silent", low=3, high=1_000_000)
     all_gather: Literal["auto", "bf16", "packed"] = key(
         "auto",
         "what FSDP gathers for quantized weights, to the same result: bf16 masters or 4-bit bytes; auto: packed where "

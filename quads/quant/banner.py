@@ -66,6 +66,9 @@ def _notes(spec: QuantSpec) -> list[str]:
     notes = []
     if spec.bf16_layers != "none":
         notes.append(f"Unquantized on both sides: layers {spec.bf16_layers}.")
+    if spec.norm_noise:
+        ends = f"{spec.norm_noise:g} to {spec.norm_noise_end:g} in {spec.norm_noise_stages} stages"
+        notes.append(f"Noise on the rollout's norms, fresh at each sync: {ends}; none in evaluations.")
     if spec.backward == "high_precision":
         notes.append("The learner's backward pass multiplies weights and activations before they were quantized.")
     for name in spec.formats():

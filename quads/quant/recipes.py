@@ -10,6 +10,7 @@
     resq        4     / 4                       w4a4_residual    symmetric, and half of the residual in the rollout
     4bitter     4     / 4                       w4a4             symmetric, routed experts of most layers alone
     qarl        4     / bf16                    w4a16            the learner's own forward in the rollout
+    qerl        4     / bf16                    w4a16            the same, with noise on the rollout's norms
 
 Sources and what was measured: docs/recipes.md. "4" is the 4-bit format of [quant] format, NVFP4 by default. "bf16"
 stands for "not quantized": the compute dtype, bf16 or fp32. Explicit keys override the recipe.
@@ -59,6 +60,7 @@ class Recipe:
     residual_sites: tuple[str, ...] = ("w13",)
     residual_selection: Selection = "batch"
     four_over_six: str = "none"  # where the format is NVFP4
+    norm_noise: float = 0.0
 
 
 RECIPES = {
@@ -74,6 +76,8 @@ RECIPES = {
     "4bitter": Recipe("4", "4", "w4a4", targets=("experts",), bf16_layers="last 15%", four_over_six="mse"),
     # QaRL (2604.07853): the learner multiplies what the W4A16 rollout multiplies. Its loss is rl.surrogate = "tbpo".
     "qarl": Recipe("4", "bf16", "w4a16"),
+    # QeRL (2510.11696): noise explores. There the 4-bit weights are frozen and LoRA learns; here all weights learn.
+    "qerl": Recipe("4", "bf16", "w4a16", norm_noise=0.01),
 }
 
 
@@ -110,6 +114,9 @@ class QuantSpec:
     bf16_layers: str = "none"  # as `sites.bf16_layers` reads it
     backward: str = "quantized"
     residual_scale: float = 1.0
+    norm_noise: float = 0.0  # rollout/noise.py
+    norm_noise_end: float = 1e-4
+    norm_noise_stages: int = 10
 
     def gathers(self, asked: AllGather) -> Literal["bf16", "packed"]:
         """What FSDP gathers if [quant] all_gather = `asked`, given equal shards (see packed.py)."""
@@ -167,6 +174,9 @@ def resolve(quant: QuantSettings) -> QuantSpec:
         bf16_layers=quant.bf16_layers or recipe.bf16_layers,
         backward=quant.backward,
         residual_scale=quant.residual_scale,
+        norm_noise=recipe.norm_noise if quant.norm_noise == -1.0 else quant.norm_noise,
+        norm_noise_end=quant.norm_noise_end,
+        norm_noise_stages=quant.norm_noise_stages,
     )
     read_bf16_layers(spec.bf16_layers)
     _check("format", (spec.format,), FOUR_BITS)
@@ -179,6 +189,8 @@ def resolve(quant: QuantSettings) -> QuantSpec:
     _check("residual_operand", (spec.operand,), OPERANDS)
     _check("global_scale", (spec.global_scale,), ("pow2", "amax"))
     find_rule(spec.format, spec.global_scale, spec.scale_rule)
+    if spec.norm_noise < 0:
+        raise UserError(f"[quant] norm_noise = {quant.norm_noise} is negative; -1 alone means the recipe's")
     if not 0 < spec.residual_scale <= 1:
         raise UserError(f"[quant] residual_scale = {spec.residual_scale} is outside (0, 1]; 1 subtracts all of it")
     if not 0 <= spec.ratio <= 1:

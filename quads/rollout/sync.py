@@ -21,6 +21,7 @@ from quads.quant.masters import quantized_weights
 from quads.quant.recipes import QuantSpec
 from quads.quant.tensor import QuantizedTensor
 from quads.rollout.engine import Engine
+from quads.rollout.noise import with_noise
 
 WORDS_AT_ONCE = 2**24  # bounds the memory of a checksum to a few times 128 MiB
 
@@ -41,9 +42,17 @@ def checksum(tensor: Tensor) -> int:
     return total % 2**64
 
 
-def sync(learner_model: nn.Module, engine: Engine, spec: QuantSpec, version: int, verify: bool = False) -> None:
+def sync(
+    learner_model: nn.Module,
+    engine: Engine,
+    spec: QuantSpec,
+    version: int,
+    verify: bool = False,
+    sigma: float = 0.0,
+    seed: int = 0,
+) -> None:
     """Ship all weights of the learner to the engine, as policy `version`. Collective: every process fills its own
-    engine, and one whole tensor at a time is gathered.
+    engine, and one whole tensor at a time is gathered. sigma: of the noise on norms (noise.py), drawn from the seed.
 
     Raises:
         UserError: a weight is not finite, and the engine keeps what it has; a tensor is missing, unknown, misshaped or
@@ -54,6 +63,7 @@ def sync(learner_model: nn.Module, engine: Engine, spec: QuantSpec, version: int
 
     def watched() -> Iterator[tuple[str, Tensor]]:
         for name, tensor in quantized_weights(learner_model, spec):
+            tensor = with_noise(name, tensor, sigma, seed, version)
             if verify:
                 shipped[name] = checksum(tensor)
             yield name, tensor

@@ -18,7 +18,7 @@ MODEL = replace(CONFIG, hidden_size=64, head_dim=32, moe_intermediate_size=64)
 QUICK: dict[str, Any] = {"eval__every": 0, "checkpoint__every": 0, "checkpoint__final": "false", "train__steps": 3}
 PAIRS = [(recipe, format) for recipe in RECIPES for format in FOUR_BITS if recipe not in ("bf16", "fp8")]
 SAME = 0.02  # sums in another order move a value over the boundary of two codes now and then
-SAME_ON_BOTH_SIDES = {"symmetric", "4bitter", "qarl"}  # learner and rollout multiply the same values
+SAME_ON_BOTH_SIDES = {"symmetric", "4bitter", "qarl", "qerl"}  # learner and rollout multiply the same values
 
 
 @pytest.fixture(scope="module")

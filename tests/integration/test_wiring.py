@@ -72,6 +72,9 @@ VALUES: dict[str, Any] = {
     "quant__targets": "experts",
     "quant__bf16_layers": "1",
     "quant__backward": "high_precision",
+    "quant__norm_noise": 0.02,
+    "quant__norm_noise_end": 0.003,
+    "quant__norm_noise_stages": 4,
     "quant__residual_sites": "w2",
     "quant__residual_ratio": 0.25,
     "quant__residual_scale": 0.75,
@@ -114,7 +117,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run(config: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SimpleNamespace]:
     """A finished run with what its parts were asked for."""
     names = ("generated", "engines", "learners", "losses", "advantages", "saved", "verified", "updates", "gradings")
-    names += ("slept", "tasks", "gradients")
+    names += ("slept", "tasks", "gradients", "noise")
     seen = SimpleNamespace(**{name: [] for name in names})
     with pytest.MonkeyPatch.context() as patch:
 
@@ -151,8 +154,9 @@ def run(config: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Simp
         spy(quads.rl.learner, "grpo_loss", note_loss)
         spy(train, "group_advantages", lambda rewards, kind, counted: seen.advantages.append((kind, rewards.shape)))
 
-        def note_sync(model: torch.nn.Module, *_: Any, verify: bool) -> None:
+        def note_sync(model: torch.nn.Module, *_: Any, verify: bool, sigma: float, seed: int) -> None:
             seen.verified.append(verify)
+            seen.noise.append((sigma, seed))
             seen.gradients.append(any(parameter.grad is not None for parameter in model.parameters()))
 
         def note_grading(
@@ -238,6 +242,12 @@ PLACES: dict[str, Callable[[SimpleNamespace], tuple[Any, Any]]] = {
         [type(layer.mlp.experts).__name__ for layer in r.engines[0].model.model.layers[:2]],
         ["RolloutExperts", "Experts"]),
     "quant.backward": lambda r: (r.learners[0].model.model.layers[0].mlp.experts.high_precision, True),
+    # Five steps in four stages, the first silent; each evaluation syncs silently and back again.
+    "quant.norm_noise": lambda r: ([sigma for sigma, _ in r.noise[:4]], [0.0, 0.0, 0.0, 0.02]),
+    "quant.norm_noise_end": lambda r: (r.noise[-1], (pytest.approx(0.003), r.cfg.train.seed)),
+    "quant.norm_noise_stages": lambda r: (
+        [sigma for sigma, _ in r.noise[4:]],
+        pytest.approx([0.02 * 0.15**0.5, 0.0, 0.02 * 0.15**0.5, 0.003, 0.003, 0.0, 0.003])),
     "quant.residual_sites": lambda r: (
         [getattr(layer(r).mlp.experts, f"{site}_spec").precision for site in ("w13", "w2")], ["w4a4", "w4a4_residual"]),
     "quant.residual_ratio": lambda r: (layer(r).mlp.experts.w2_spec.ratio, 0.25),
@@ -287,7 +297,9 @@ def test_a_response_that_was_cut_is_graded_in_evaluation_alone(run: SimpleNamesp
 def test_the_memory_of_the_cache_and_of_gradients_changes_hands(run: SimpleNamespace) -> None:
     """The engine sleeps before the four updates of each step, and at the end; a sync finds no gradients."""
     assert run.slept == [0, 4, 8, 12, 16, 20]
-    assert run.gradients == [False] * 7  # at the start twice, and after each step
+    assert (
+        run.gradients == [False] * 11
+    )  # at the start twice, after each step, twice for each evaluation (noise away, back)
 
 
 @pytest.mark.parametrize("key", PLACES)
