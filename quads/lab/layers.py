@@ -27,15 +27,17 @@ import torch.nn.functional as F
 from matplotlib.figure import Figure
 from torch import Tensor
 
+from quads.config import load_config
+from quads.errors import UserError
 from quads.lab import style
 from quads.lab.capture import Captured, capture
 from quads.lab.policies import learner, rollout
-from quads.lab.results import markdown, number, progress, provenance, write_result
+from quads.lab.results import config_argv, markdown, number, progress, provenance, write_result
 from quads.lab.subject import Subject, build_subject, subject_parser
 from quads.quant import residual
 from quads.quant.formats import FORMATS
 from quads.quant.masters import quantized_weights
-from quads.quant.recipes import QuantSpec, four, precision
+from quads.quant.recipes import QuantSpec, four, precision, resolve
 from quads.quant.sites import is_targeted
 from quads.quant.tensor import QuantizedTensor
 
@@ -284,6 +286,8 @@ def tables(data: dict[str, Any]) -> str:
 
 def main(argv: list[str]) -> None:
     args, overrides = subject_parser("layers", HELP).parse_known_args(argv)
+    if resolve(load_config(config_argv(args.config, overrides)).quant).bf16_layers != "none":
+        raise UserError('lab layers takes all layers alike; set quant.bf16_layers = "none"')
     subject = build_subject(args, overrides)
     data = measure(subject, args.batch_tokens)
     path = write_result(args.out, "layers", provenance("layers", argv, subject.cfg, [subject.cfg.train.seed]), data)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from quads.errors import UserError
 from quads.lab import channels, decompose, drift, gap, layers, ratio
 from quads.lab.capture import capture
 from quads.lab.decode import decode, decoded_inputs
@@ -235,3 +236,8 @@ def test_report_runs_every_analysis_and_writes_one_page(tmp_path):
         words = report.analysis_argv(name, CONFIG, tmp_path, "", ["--prompts", "2", "--samples", "1"], MODEL)
         about = json.loads((tmp_path / f"{name}.json").read_text())["about"]
         assert report.is_fresh(tmp_path / f"{name}.json", about["config"], words)
+
+
+def test_layers_that_differ_are_refused_by_the_analysis_of_all_layers(tmp_path):
+    with pytest.raises(UserError, match=r'set quant\.bf16_layers = "none"'):
+        layers.main(["--config", CONFIG, "--quant.bf16_layers", "last 1", "--out", str(tmp_path)])
